@@ -1,2 +1,9 @@
-//! Placeholder.
+//! Every configuration struct of twinfer, once. A field's doc comment is its help text, schema
+//! description and reference entry; its `clap` attributes are its flag.
 #![forbid(unsafe_code)]
+
+mod router;
+mod serve;
+
+pub use router::{Policy, RouterConfig};
+pub use serve::{Dtype, KvLoadFailurePolicy, LogFormat, ServeConfig};

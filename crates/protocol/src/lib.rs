@@ -1,2 +1,22 @@
-//! Placeholder.
+//! Wire and domain types that every part of twinfer shares: identifiers, roles, error classes,
+//! `kv_transfer_params`, instance cards and load reports. No I/O.
 #![forbid(unsafe_code)]
+
+mod error;
+mod ids;
+mod instance;
+mod kv;
+
+pub use error::{ApiError, ErrorBody, ErrorDetail, ErrorKind, Fault, Retry};
+pub use ids::{BlockId, Epoch, Role, TokenId};
+pub use instance::{Fingerprint, InstanceCard, KvBlockCounts, Limits, LoadReport, RankLoad};
+pub use kv::{KvRelease, KvTransferParams};
+
+/// Header that names a request on both legs of a prefill/decode pair.
+pub const REQUEST_ID_HEADER: &str = "x-request-id";
+/// Environment variable (and vLLM's, for its public proxies) that may hold the peer key.
+pub const PEER_KEY_ENV: &str = "TWINFER_PEER_KEY";
+/// Fallback for [`PEER_KEY_ENV`]: the public proxies send this key as bearer token.
+pub const PEER_KEY_ENV_COMPAT: &str = "OPENAI_API_KEY";
+/// Environment variable that holds the key clients must present; none means no client key.
+pub const API_KEY_ENV: &str = "TWINFER_API_KEY";

@@ -1,1 +1,4 @@
 //! Placeholder.
+/// KV memory.
+#[derive(Debug)]
+pub struct BlockArena;

@@ -1,0 +1,128 @@
+use crate::LogFormat;
+use clap::{Args, ValueEnum};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// How an instance is picked.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Policy {
+    /// The pair with the least work in flight; ties go to the one picked longest ago.
+    #[default]
+    LeastLoad,
+    /// Each in turn.
+    RoundRobin,
+}
+
+/// The process in front of instances: `twinfer router`.
+#[derive(Clone, Debug, PartialEq, Args, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct RouterConfig {
+    /// Address to listen on.
+    #[arg(long, default_value = "127.0.0.1")]
+    pub host: String,
+
+    /// Port to listen on; 0 picks a free one and prints it.
+    #[arg(long, default_value_t = 8000)]
+    pub port: u16,
+
+    /// A prefill instance's URL; repeat the flag or separate by commas.
+    #[arg(long, value_delimiter = ',')]
+    #[serde(default)]
+    pub prefill: Vec<String>,
+
+    /// A decode instance's URL; repeat the flag or separate by commas.
+    #[arg(long, value_delimiter = ',')]
+    #[serde(default)]
+    pub decode: Vec<String>,
+
+    /// URL of an instance that does both; repeat the flag or separate by commas.
+    #[arg(long, visible_alias = "worker-urls", value_delimiter = ',', num_args = 1..)]
+    #[serde(default)]
+    pub worker: Vec<String>,
+
+    /// File with one instance per line: `prefill URL`, `decode URL` or `both URL`.
+    #[arg(long)]
+    pub instances_file: Option<PathBuf>,
+
+    /// Hosts of prefill instances, as the public P/D proxies name them; as many as ports.
+    #[arg(long, num_args = 1..)]
+    #[serde(default)]
+    pub prefiller_hosts: Vec<String>,
+
+    /// Ports of prefill instances.
+    #[arg(long, num_args = 1..)]
+    #[serde(default)]
+    pub prefiller_ports: Vec<String>,
+
+    /// Hosts of decode instances; as many as ports.
+    #[arg(long, num_args = 1..)]
+    #[serde(default)]
+    pub decoder_hosts: Vec<String>,
+
+    /// Ports of decode instances.
+    #[arg(long, num_args = 1..)]
+    #[serde(default)]
+    pub decoder_ports: Vec<String>,
+
+    /// How an instance is picked.
+    #[arg(long, value_enum, default_value_t)]
+    #[serde(default)]
+    pub policy: Policy,
+
+    /// Seconds between probes of an instance.
+    #[arg(long, default_value_t = 2.0)]
+    pub health_interval: f64,
+
+    /// Seconds to connect to an instance.
+    #[arg(long, default_value_t = 2.0)]
+    pub connect_timeout: f64,
+
+    /// Seconds for the prefill leg, from sending to its whole answer.
+    #[arg(long, default_value_t = 300.0)]
+    pub prefill_timeout: f64,
+
+    /// Seconds for the decode leg to send its first byte.
+    #[arg(long, default_value_t = 300.0)]
+    pub first_byte_timeout: f64,
+
+    /// Seconds between two pieces of a stream.
+    #[arg(long, default_value_t = 60.0)]
+    pub idle_timeout: f64,
+
+    /// Instances tried per leg before the client gets the error.
+    #[arg(long, default_value_t = 3)]
+    pub max_attempts: u32,
+
+    /// Requests in flight; more are refused with 429.
+    #[arg(long, default_value_t = 1024)]
+    pub max_inflight: u32,
+
+    /// Largest request body, in bytes.
+    #[arg(long, default_value_t = 32 << 20)]
+    pub max_body_bytes: u64,
+
+    /// Seconds after SIGTERM in which arriving requests are still served.
+    #[arg(long, default_value_t = 2.0)]
+    pub drain_settle: f64,
+
+    /// Seconds after SIGTERM after which running requests are ended with an error.
+    #[arg(long, default_value_t = 30.0)]
+    pub drain_timeout: f64,
+
+    /// File of mode 0600 that holds the key clients must present; else the environment variable
+    /// TWINFER_API_KEY; else clients need none.
+    #[arg(long)]
+    pub api_key_file: Option<PathBuf>,
+
+    /// File of mode 0600 that holds the key for instances; else the environment variable
+    /// TWINFER_PEER_KEY or OPENAI_API_KEY.
+    #[arg(long)]
+    pub peer_key_file: Option<PathBuf>,
+
+    /// Form of log lines.
+    #[arg(long, value_enum, default_value_t)]
+    #[serde(default)]
+    pub log_format: LogFormat,
+}

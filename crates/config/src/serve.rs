@@ -1,0 +1,178 @@
+use clap::{Args, ValueEnum};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// Compute and KV type of an instance.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Dtype {
+    /// bf16 KV.
+    #[default]
+    Bf16,
+    /// f32 throughout.
+    F32,
+}
+
+/// What a decode instance does when a handoff fails.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum KvLoadFailurePolicy {
+    /// The request ends with an error that names the reason.
+    #[default]
+    Fail,
+    /// The prompt is computed here.
+    Recompute,
+}
+
+/// Form of log lines.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum LogFormat {
+    /// One readable line per event.
+    #[default]
+    Text,
+    /// One JSON object per event.
+    Json,
+}
+
+/// One instance of the native engine: `twinfer serve MODEL_DIR`.
+#[derive(Clone, Debug, PartialEq, Args, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct ServeConfig {
+    /// Hugging Face model directory: config.json, safetensors, tokenizer.json.
+    #[arg(value_name = "MODEL_DIR")]
+    pub model: PathBuf,
+
+    /// `both`: prefill and decode in this instance; `prefill`: compute prompts and keep their KV for
+    /// a decode instance; `decode`: read KV from prefill instances and generate.
+    #[arg(long, default_value = "both", value_parser = parse_role)]
+    #[schemars(with = "String")]
+    pub role: twinfer_protocol::Role,
+
+    /// Model name that clients use; the directory's name if absent.
+    #[arg(long)]
+    pub served_model_name: Option<String>,
+
+    /// Name of this instance in cards, logs and metrics; `<role>-<port>` if absent.
+    #[arg(long)]
+    pub name: Option<String>,
+
+    /// Address to listen on for HTTP.
+    #[arg(long, default_value = "127.0.0.1")]
+    pub host: String,
+
+    /// Port to listen on for HTTP; 0 picks a free one and prints it.
+    #[arg(long, default_value_t = 8000)]
+    pub port: u16,
+
+    /// Address to listen on for KV handoff; the HTTP address if absent. Anything but loopback needs
+    /// a peer key.
+    #[arg(long)]
+    pub kv_host: Option<String>,
+
+    /// Address that peers are told to dial for KV handoff; the listening address if absent. Needed
+    /// when that one is a wildcard.
+    #[arg(long)]
+    pub kv_advertise_host: Option<String>,
+
+    /// Port to listen on for KV handoff; 0 picks a free one.
+    #[arg(long, default_value_t = 0)]
+    pub kv_port: u16,
+
+    /// Prefill instances whose KV a decode instance may read, as `host:port` of their KV channel,
+    /// separated by commas. Absent: any peer on loopback, none elsewhere.
+    #[arg(long, value_delimiter = ',')]
+    #[serde(default)]
+    pub pd_peers: Vec<String>,
+
+    /// Seconds that a prompt's KV is kept for a decode instance, unless renewed.
+    #[arg(long, default_value_t = 30)]
+    pub kv_lease: u32,
+
+    /// What a decode instance does when a handoff fails.
+    #[arg(long, value_enum, default_value_t)]
+    #[serde(default)]
+    pub kv_load_failure_policy: KvLoadFailurePolicy,
+
+    /// Seconds after which a handoff that makes no progress has failed.
+    #[arg(long, default_value_t = 10)]
+    pub kv_timeout: u32,
+
+    /// Compute and KV type.
+    #[arg(long, value_enum, default_value_t)]
+    #[serde(default)]
+    pub dtype: Dtype,
+
+    /// Longest input and output together, in tokens; the model's own limit if absent.
+    #[arg(long)]
+    pub max_model_len: Option<u32>,
+
+    /// Longest output of one request, in tokens; `max-model-len` if absent.
+    #[arg(long)]
+    pub max_output_tokens: Option<u32>,
+
+    /// Sequences that run at the same time.
+    #[arg(long, default_value_t = 32)]
+    pub max_num_seqs: u32,
+
+    /// Tokens of one step: prompts longer than this are computed in chunks.
+    #[arg(long, default_value_t = 512)]
+    pub max_num_batched_tokens: u32,
+
+    /// Requests that may wait; more are refused with 429.
+    #[arg(long, default_value_t = 256)]
+    pub max_waiting: u32,
+
+    /// Tokens per KV block.
+    #[arg(long, default_value_t = 16)]
+    pub block_size: u32,
+
+    /// Memory for KV, such as `512MiB` or `4GiB`; a quarter of what is available if absent.
+    #[arg(long)]
+    pub kv_cache_memory: Option<String>,
+
+    /// Compute threads; one per permitted core if absent.
+    #[arg(long)]
+    pub threads: Option<u32>,
+
+    /// Cores to run on, such as `0-3,8`; those permitted to the process if absent.
+    #[arg(long)]
+    pub cpus: Option<String>,
+
+    /// Seed of requests that bring none.
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+
+    /// Largest request body, in bytes.
+    #[arg(long, default_value_t = 32 << 20)]
+    pub max_body_bytes: u64,
+
+    /// Seconds after SIGTERM in which arriving requests are still served, so that load balancers can
+    /// see that readiness is gone.
+    #[arg(long, default_value_t = 2.0)]
+    pub drain_settle: f64,
+
+    /// Seconds after SIGTERM after which running requests are ended with an error.
+    #[arg(long, default_value_t = 30.0)]
+    pub drain_timeout: f64,
+
+    /// File of mode 0600 that holds the key clients must present; else the environment variable
+    /// TWINFER_API_KEY; else clients need none.
+    #[arg(long)]
+    pub api_key_file: Option<PathBuf>,
+
+    /// File of mode 0600 that holds the key peers must prove; else the environment variable
+    /// TWINFER_PEER_KEY or OPENAI_API_KEY; else peers are accepted on loopback only.
+    #[arg(long)]
+    pub peer_key_file: Option<PathBuf>,
+
+    /// Form of log lines.
+    #[arg(long, value_enum, default_value_t)]
+    #[serde(default)]
+    pub log_format: LogFormat,
+}
+
+fn parse_role(text: &str) -> Result<twinfer_protocol::Role, String> {
+    text.parse()
+}

@@ -1,0 +1,288 @@
+//! The waist between the three halves of the crate and its callers: what a request is, what a step
+//! computes, what comes out.
+
+use std::sync::Arc;
+use twinfer_protocol::{ApiError, BlockId, RankLoad, TokenId};
+use twinfer_sys::BlockArena;
+
+/// The engine's own number of a request; the caller makes it, unique per engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RequestId(pub u64);
+
+/// How the next token is chosen. Ranges are checked by `SamplingParams::validate`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SamplingParams {
+    /// 0 is greedy.
+    pub temperature: f32,
+    /// Mass kept, in (0, 1].
+    pub top_p: f32,
+    /// Tokens kept; 0 keeps all.
+    pub top_k: u32,
+    /// Least probability relative to the best, in [0, 1].
+    pub min_p: f32,
+    /// Above 0; 1 is off. Sees prompt and output.
+    pub repetition_penalty: f32,
+    /// In [-2, 2]; sees the output.
+    pub frequency_penalty: f32,
+    /// In [-2, 2]; sees the output.
+    pub presence_penalty: f32,
+    /// Added to logits.
+    pub logit_bias: Vec<(TokenId, f32)>,
+    /// Only these may be drawn, if given.
+    pub allowed_token_ids: Option<Vec<TokenId>>,
+    /// Key of the random numbers, with `choice` and the position.
+    pub seed: u64,
+    /// Index of the choice among `n`.
+    pub choice: u32,
+    /// Most output tokens.
+    pub max_tokens: u32,
+    /// No end-of-sequence before so many.
+    pub min_tokens: u32,
+    /// End-of-sequence does not stop.
+    pub ignore_eos: bool,
+    /// Texts that stop; cut from the output unless `include_stop_str_in_output`.
+    pub stop: Vec<String>,
+    /// Tokens that stop.
+    pub stop_token_ids: Vec<TokenId>,
+    /// Keep the stop text.
+    pub include_stop_str_in_output: bool,
+    /// Alternatives to report per output token; none: no log-probabilities.
+    pub logprobs: Option<u32>,
+    /// Leave special tokens out of the text.
+    pub skip_special_tokens: bool,
+}
+
+/// What becomes of the prompt's KV.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KvSource {
+    /// Computed here.
+    Compute,
+    /// Comes from a prefill instance: the engine allocates blocks, emits [`Event::KvFetch`] and
+    /// waits for [`KvOutcome`].
+    Remote,
+}
+
+/// A request as the engine takes it: validated, tokenised.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// Id.
+    pub id: RequestId,
+    /// Prompt, at least one token.
+    pub prompt: Arc<[TokenId]>,
+    /// Sampling and stopping.
+    pub params: SamplingParams,
+    /// Where the prompt's KV comes from.
+    pub kv: KvSource,
+    /// Keep the prompt's blocks when the request has finished ([`Finish::held`]).
+    pub hold_kv: bool,
+}
+
+/// Log-probability of a token, natural logarithm.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Logprob {
+    /// Token.
+    pub token: TokenId,
+    /// Natural logarithm of its probability before temperature, penalties and masks.
+    pub logprob: f32,
+    /// 1 + number of tokens with a larger value.
+    pub rank: u32,
+}
+
+/// One output token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OutputToken {
+    /// Token.
+    pub id: TokenId,
+    /// Its own log-probability and the best `logprobs` others, if asked for.
+    pub logprobs: Option<(Logprob, Vec<Logprob>)>,
+}
+
+/// Why a request ended.
+#[derive(Clone, Debug, PartialEq)]
+pub enum FinishReason {
+    /// End-of-sequence.
+    Eos,
+    /// One of `stop_token_ids`.
+    StopToken(TokenId),
+    /// One of `stop`.
+    StopText(String),
+    /// `max_tokens` or the context.
+    Length,
+    /// Aborted by the caller.
+    Abort,
+    /// Failed.
+    Error(ApiError),
+}
+
+/// Where the prompt tokens of a request came from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PromptSources {
+    /// Computed here.
+    pub computed: u32,
+    /// Read from a prefill instance.
+    pub remote: u32,
+    /// Found in the prefix cache.
+    pub cached: u32,
+}
+
+/// KV kept after a request has finished, until `Engine::release_held` is called for it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HeldKv {
+    /// Blocks in order of position.
+    pub blocks: Vec<BlockId>,
+    /// Prompt tokens they cover; the last block may be partial.
+    pub tokens: u32,
+}
+
+/// The end of a request.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Finish {
+    /// Why.
+    pub reason: FinishReason,
+    /// Where the prompt tokens came from.
+    pub sources: PromptSources,
+    /// Output tokens, all counted (stop tokens too).
+    pub output_tokens: u32,
+    /// KV kept for a decode instance, when the request asked for it and ended well.
+    pub held: Option<HeldKv>,
+}
+
+/// What a step, an admission or an abort makes known.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// New output of a request, and its end.
+    Output {
+        /// Request.
+        id: RequestId,
+        /// Tokens of this step.
+        tokens: Vec<OutputToken>,
+        /// Text that became certain: never ends inside a character or inside a possible stop text.
+        text: String,
+        /// Set on the last event of the request.
+        finish: Option<Finish>,
+    },
+    /// Blocks are ready to be filled with positions `0..tokens`; answer with
+    /// [`KvOutcome`] by `Engine::kv_loaded`. Until then the engine does not touch these blocks.
+    KvFetch {
+        /// Request.
+        id: RequestId,
+        /// Blocks in order of position.
+        blocks: Vec<BlockId>,
+        /// Positions to fill.
+        tokens: u32,
+    },
+    /// The request of a running fetch is gone; stop it and answer with any [`KvOutcome`]: only then
+    /// are its blocks free.
+    KvFetchCancel {
+        /// Request.
+        id: RequestId,
+    },
+}
+
+/// How a fetch ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum KvOutcome {
+    /// All positions are filled and verified.
+    Loaded,
+    /// Nothing usable came; the request fails with this error.
+    Failed(ApiError),
+    /// Nothing usable came; the prompt is computed here.
+    Recompute,
+}
+
+/// Shape of the KV of a model: one unit is one layer's share of one block, token-major.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvGeometry {
+    /// Layers that have KV.
+    pub layers: usize,
+    /// Values per token and layer.
+    pub width: usize,
+    /// Bytes per value: 2 (bf16) or 4 (f32).
+    pub value_bytes: usize,
+    /// Tokens per block.
+    pub block_size: usize,
+}
+
+/// One sequence's share of a step.
+#[derive(Clone, Copy, Debug)]
+pub struct SeqWork<'a> {
+    /// Tokens to compute, at positions `start..start + tokens.len()`.
+    pub tokens: &'a [TokenId],
+    /// Position of the first of them; KV of all earlier positions is in `blocks`.
+    pub start: usize,
+    /// Block table, covers at least `start + tokens.len()` positions.
+    pub blocks: &'a [BlockId],
+    /// Logits of the last token are wanted.
+    pub logits: bool,
+}
+
+/// Why a step could not be computed: the instance cannot go on.
+#[derive(Debug, thiserror::Error)]
+pub enum ExecError {
+    /// Another holder of a block broke the protocol.
+    #[error("KV block {block} is in use elsewhere")]
+    BlockBusy {
+        /// Block.
+        block: BlockId,
+    },
+    /// A block table or token id is out of range.
+    #[error("step input out of range: {0}")]
+    OutOfRange(String),
+    /// A compute thread died.
+    #[error("compute thread failed: {0}")]
+    Thread(String),
+}
+
+/// Computes steps: the CPU model, a modelled one, a scripted one for tests.
+pub trait Executor: Send {
+    /// Shape of the KV.
+    fn geometry(&self) -> KvGeometry;
+    /// The rank's KV memory.
+    fn arena(&self) -> &Arc<BlockArena>;
+    /// Width of a logits row.
+    fn vocab_size(&self) -> usize;
+    /// Longest sequence the model was made for, in tokens.
+    fn max_context(&self) -> usize;
+    /// Runs one forward pass. `logits` is cleared, then holds one row of `vocab_size` values per
+    /// work that wants logits, in order of the works. Writes KV of every computed position.
+    fn execute(&mut self, batch: &[SeqWork<'_>], logits: &mut Vec<f32>) -> Result<(), ExecError>;
+}
+
+/// Limits of a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EngineConfig {
+    /// Input and output together, in tokens.
+    pub max_model_len: u32,
+    /// Sequences with blocks at the same time.
+    pub max_num_seqs: u32,
+    /// Tokens of one step.
+    pub max_num_batched_tokens: u32,
+    /// Requests that may wait.
+    pub max_waiting: u32,
+}
+
+/// Counters since start and gauges now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EngineStats {
+    /// Gauges.
+    pub load: RankLoad,
+    /// Steps run.
+    pub steps: u64,
+    /// Prompt tokens by source, of all requests.
+    pub prompt_tokens: PromptTokenTotals,
+    /// Output tokens of all requests.
+    pub output_tokens: u64,
+    /// Preemptions.
+    pub preemptions: u64,
+}
+
+/// Prompt tokens by source.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PromptTokenTotals {
+    /// Computed here.
+    pub computed: u64,
+    /// Read from prefill instances.
+    pub remote: u64,
+    /// Found in the prefix cache.
+    pub cached: u64,
+}
