@@ -1,3 +1,59 @@
-//! Placeholder.
+//! Chores of the project: `cargo xtask NAME`.
 #![forbid(unsafe_code)]
-fn main() {}
+
+mod bench;
+mod cases;
+mod hash;
+mod run;
+mod show;
+mod soak;
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+
+/// Chores of the project.
+#[derive(Parser)]
+#[command(name = "cargo xtask", about)]
+struct Cli {
+    #[command(subcommand)]
+    chore: Chore,
+}
+
+#[derive(Subcommand)]
+enum Chore {
+    /// Show that an issue is resolved: `slice` runs every line of its list, `slice.3` the third.
+    Show {
+        /// Issue, or issue and line.
+        what: String,
+    },
+    /// Run the cases of an issue, each by the tests named in it/cases.toml.
+    Cases {
+        /// Issue whose cases are run.
+        #[arg(long)]
+        issue: String,
+    },
+    /// One hash per deployment of the same 200 prompts; all must be equal.
+    Hash(hash::Args),
+    /// Streams through one prefill and one decode instance, some cut off; then every gauge must be back.
+    Soak(soak::Args),
+    /// Measure against the floor and the peers.
+    Bench(bench::Args),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let outcome = match cli.chore {
+        Chore::Show { what } => show::run(&what),
+        Chore::Cases { issue } => cases::run(&issue),
+        Chore::Hash(args) => hash::run(&args),
+        Chore::Soak(args) => soak::run(&args),
+        Chore::Bench(args) => bench::run(&args),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

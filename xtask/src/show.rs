@@ -1,0 +1,185 @@
+//! `show ISSUE.k`: runs exactly line k of the issue's "Shown by" list and prints the evidence.
+
+use crate::run::{capture, cargo, check, root};
+use crate::{cases, hash, soak};
+use anyhow::{Context, Result, bail};
+use std::net::TcpListener;
+use std::process::Command;
+use std::time::Instant;
+
+/// A line of an issue's "Shown by" list.
+struct Line {
+    about: &'static str,
+    run: fn() -> Result<()>,
+}
+
+const SLICE: &[Line] = &[
+    Line { about: "fresh clone: the demo answers right, all tests pass in ten minutes", run: fresh_clone },
+    Line { about: "the demo with its KV port blocked exits 1 and names the reason", run: blocked_port },
+    Line { about: "golden parity of deepseek_v3, tokenizers and chat templates", run: golden },
+    Line { about: "one hash over every way to deploy", run: hash_matrix },
+    Line { about: "the OpenAI Python SDK against worker and router", run: openai_sdk },
+    Line { about: "transcripts of the public proxies, replayed", run: transcripts },
+    Line { about: "cases", run: slice_cases },
+    Line { about: "soak: every gauge back at its value after warm-up", run: slice_soak },
+];
+
+pub(crate) fn run(what: &str) -> Result<()> {
+    let (issue, number) = match what.split_once('.') {
+        Some((issue, number)) => (issue, Some(number)),
+        None => (what, None),
+    };
+    let lines = match issue {
+        "slice" => SLICE,
+        other => bail!("no issue {other:?}; there is slice"),
+    };
+    let chosen: Vec<usize> = match number {
+        None => (1..=lines.len()).collect(),
+        Some(number) => {
+            let k: usize = number.parse().with_context(|| format!("{number:?} is no line of {issue}"))?;
+            if !(1..=lines.len()).contains(&k) {
+                bail!("{issue} has lines 1 to {}", lines.len());
+            }
+            vec![k]
+        }
+    };
+    let mut failed = Vec::new();
+    for k in chosen {
+        let line = &lines[k - 1];
+        println!("== {issue}.{k}: {}", line.about);
+        let start = Instant::now();
+        match (line.run)() {
+            Ok(()) => println!("== {issue}.{k}: ok ({:.0} s)", start.elapsed().as_secs_f64()),
+            Err(error) => {
+                println!("== {issue}.{k}: FAILED: {error:#}");
+                failed.push(format!("{issue}.{k}"));
+            }
+        }
+    }
+    if !failed.is_empty() {
+        bail!("not shown: {}", failed.join(", "));
+    }
+    Ok(())
+}
+
+fn fresh_clone() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let clone = folder.path().join("twinfer");
+    check(Command::new("git").args(["clone", "--quiet"]).arg(root()).arg(&clone))?;
+    let in_clone = |arguments: &[&str]| {
+        let mut command = cargo();
+        command.current_dir(&clone).env("CARGO_TARGET_DIR", clone.join("target")).args(arguments);
+        command
+    };
+    check(&mut in_clone(&["build", "--release"]))?;
+    let start = Instant::now();
+    check(&mut in_clone(&["run", "--release", "--", "demo", "--once"]))?;
+    let seconds = start.elapsed().as_secs_f64();
+    println!("demo --once: {seconds:.1} s after the build");
+    if seconds > 60.0 {
+        bail!("demo --once took {seconds:.1} s; a minute is allowed");
+    }
+    check(&mut in_clone(&["test", "--release", "--workspace", "--no-run"]))?;
+    let start = Instant::now();
+    let (code, output) = capture(&mut in_clone(&["test", "--release", "--workspace"]))?;
+    let seconds = start.elapsed().as_secs_f64();
+    for line in output.lines().filter(|line| line.starts_with("test result:") || line.contains("FAILED")) {
+        println!("{line}");
+    }
+    println!("cargo test --release --workspace: {seconds:.0} s after the build");
+    if code != Some(0) {
+        bail!("cargo test --release --workspace failed");
+    }
+    if output.lines().any(|line| line.starts_with("test result:") && !line.contains(" 0 ignored")) {
+        bail!("a test is ignored");
+    }
+    if seconds > 600.0 {
+        bail!("the tests took {seconds:.0} s; ten minutes are allowed");
+    }
+    Ok(())
+}
+
+fn blocked_port() -> Result<()> {
+    check(cargo().args(["build", "--release"]))?;
+    let (code, plan) = capture(Command::new(twinfer()).args(["demo", "--print-plan", "--json"]))?;
+    if code != Some(0) {
+        bail!("demo --print-plan failed: {plan}");
+    }
+    let plan: serde_json::Value = serde_json::from_str(&plan).context("demo --print-plan --json")?;
+    let port = plan["instances"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .find(|instance| instance["role"] == "prefill")
+        .and_then(|instance| instance["kv_port"].as_u64())
+        .context("the plan names no KV port of a prefill instance")?;
+    let blocker = TcpListener::bind(("127.0.0.1", u16::try_from(port)?)).with_context(|| format!("port {port}"))?;
+    let (code, output) = capture(Command::new(twinfer()).args(["demo", "--once"]))?;
+    drop(blocker);
+    println!("exit {code:?}\n{output}");
+    if code != Some(1) {
+        bail!("exit code {code:?}; expected 1");
+    }
+    if !output.contains(&port.to_string()) || !output.contains("in use") {
+        bail!("the message does not say that port {port} is in use");
+    }
+    Ok(())
+}
+
+fn golden() -> Result<()> {
+    let tests: [(&str, &str); 2] = [("twinfer-engine", "golden"), ("twinfer-text", "golden")];
+    for (package, filter) in tests {
+        let (code, output) = capture(cargo().args(["test", "--release", "-p", package, filter, "--", "--nocapture"]))?;
+        println!("{output}");
+        if code != Some(0) {
+            bail!("golden tests of {package} failed");
+        }
+        if !output.lines().any(|line| line.starts_with("test ") && line.contains("golden")) {
+            bail!("{package} has no golden test");
+        }
+    }
+    Ok(())
+}
+
+fn hash_matrix() -> Result<()> {
+    hash::run(&hash::Args::slice())
+}
+
+fn openai_sdk() -> Result<()> {
+    check(cargo().args(["build", "--release"]))?;
+    let venv = root().join("target/openai-sdk");
+    let python = venv.join("bin/python");
+    if !python.exists() {
+        check(Command::new("python3").args(["-m", "venv"]).arg(&venv))?;
+    }
+    check(Command::new(&python).args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "openai==3.57.0"]))?;
+    check(
+        Command::new(&python)
+            .arg(root().join("it/sdk/check_openai_sdk.py"))
+            .arg(twinfer())
+            .arg(root().join("models/demo")),
+    )
+}
+
+fn transcripts() -> Result<()> {
+    let (code, output) = capture(cargo().args([
+        "test", "--release", "-p", "twinfer-it", "--test", "transcripts", "--", "--nocapture",
+    ]))?;
+    println!("{output}");
+    if code != Some(0) {
+        bail!("transcripts differ");
+    }
+    Ok(())
+}
+
+fn slice_cases() -> Result<()> {
+    cases::run("slice")
+}
+
+fn slice_soak() -> Result<()> {
+    soak::run(&soak::Args { streams: 64, disconnect: 0.2, seconds: 60 })
+}
+
+fn twinfer() -> std::path::PathBuf {
+    root().join("target/release/twinfer")
+}
