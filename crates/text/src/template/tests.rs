@@ -1,0 +1,5 @@
+use super::*;
+
+fn user(text: &str) -> Json {
+    json!([{"role": "user", "content": text}])
+}
