@@ -24,7 +24,12 @@ impl IncrementalDetokenizer {
     /// At the start of a text. `skip_special` leaves special tokens out.
     pub fn new(tokenizer: Arc<Tokenizer>, skip_special: bool) -> Self {
         let strip_left = tokenizer.strip_start();
-        Self { tokenizer, skip_special, held: Vec::new(), strip_left }
+        Self {
+            tokenizer,
+            skip_special,
+            held: Vec::new(),
+            strip_left,
+        }
     }
 
     /// Takes the next token; returns the text that is complete now, often none.
@@ -98,7 +103,12 @@ fn scan(bytes: &[u8]) -> Tail {
                     broken = true;
                     rest = &rest[error.valid_up_to() + len..];
                 }
-                None => return Tail::Incomplete { len: rest.len() - error.valid_up_to(), broken },
+                None => {
+                    return Tail::Incomplete {
+                        len: rest.len() - error.valid_up_to(),
+                        broken,
+                    };
+                }
             },
         }
     }

@@ -81,7 +81,10 @@ impl From<TextError> for ApiError {
             TextError::Read { .. } | TextError::Invalid { .. } => ErrorKind::Internal,
         };
         let param = matches!(error, TextError::EmptyStop { .. }).then(|| "stop".to_owned());
-        Self { param, ..Self::new(kind, error.to_string()) }
+        Self {
+            param,
+            ..Self::new(kind, error.to_string())
+        }
     }
 }
 

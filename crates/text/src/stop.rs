@@ -42,13 +42,21 @@ impl StopMatcher {
             return Err(TextError::EmptyStop { index });
         }
         let stops = stops.iter().map(|s| Automaton::new(s)).collect();
-        Ok(Self { stops, include, held: String::new(), hit: None })
+        Ok(Self {
+            stops,
+            include,
+            held: String::new(),
+            hit: None,
+        })
     }
 
     /// Takes the next piece. After a hit every further piece is dropped.
     pub fn push(&mut self, piece: &str) -> StopStep {
         if self.hit.is_some() {
-            return StopStep { text: String::new(), hit: self.hit };
+            return StopStep {
+                text: String::new(),
+                hit: self.hit,
+            };
         }
         let before = self.held.len();
         self.held.push_str(piece);
@@ -64,12 +72,18 @@ impl StopMatcher {
                 let keep = if self.include { end } else { end - len };
                 self.hit = Some(index);
                 self.held.truncate(keep);
-                return StopStep { text: std::mem::take(&mut self.held), hit: self.hit };
+                return StopStep {
+                    text: std::mem::take(&mut self.held),
+                    hit: self.hit,
+                };
             }
         }
         let hold = self.stops.iter().map(|s| s.state).max().unwrap_or(0);
         let tail = self.held.split_off(self.held.len() - hold);
-        StopStep { text: std::mem::replace(&mut self.held, tail), hit: None }
+        StopStep {
+            text: std::mem::replace(&mut self.held, tail),
+            hit: None,
+        }
     }
 
     /// Takes a piece in which no stop string may end or begin (before `min_tokens` is reached).
@@ -91,7 +105,9 @@ impl StopMatcher {
 
     /// The stop string that was found.
     pub fn matched(&self) -> Option<&str> {
-        self.hit.and_then(|i| self.stops.get(i)).map(|s| s.stop.as_str())
+        self.hit
+            .and_then(|i| self.stops.get(i))
+            .map(|s| s.stop.as_str())
     }
 }
 
@@ -109,7 +125,11 @@ impl Automaton {
             }
             fail[i] = k;
         }
-        Self { stop: stop.to_owned(), fail, state: 0 }
+        Self {
+            stop: stop.to_owned(),
+            fail,
+            state: 0,
+        }
     }
 
     /// Does the text end with the stop string after this byte?

@@ -25,7 +25,13 @@ impl TokenBytes {
     /// Reads the `decoder` object of tokenizer.json. The error names the unsupported part.
     pub(crate) fn new(decoder: &Value) -> Result<Self, String> {
         let (scheme, strip_start) = scheme(decoder)?;
-        Ok(Self { scheme, strip_start, bytes: Vec::new(), ends: Vec::new(), special: Vec::new() })
+        Ok(Self {
+            scheme,
+            strip_start,
+            bytes: Vec::new(),
+            ends: Vec::new(),
+            special: Vec::new(),
+        })
     }
 
     /// Appends the next id's token; `None` for a hole, which decodes to nothing.
@@ -33,15 +39,17 @@ impl TokenBytes {
         if let Some(token) = token {
             match self.scheme {
                 Scheme::ByteLevel => push_byte_level(token, &mut self.bytes),
-                Scheme::Marked { space, byte_fallback } => {
-                    match byte_fallback.then(|| fallback_byte(token)).flatten() {
-                        Some(byte) => self.bytes.push(byte),
-                        None => self.bytes.extend(token.replace(space, " ").as_bytes()),
-                    }
-                }
+                Scheme::Marked {
+                    space,
+                    byte_fallback,
+                } => match byte_fallback.then(|| fallback_byte(token)).flatten() {
+                    Some(byte) => self.bytes.push(byte),
+                    None => self.bytes.extend(token.replace(space, " ").as_bytes()),
+                },
             }
         }
-        let end = u32::try_from(self.bytes.len()).map_err(|_| "the tokens exceed 4 GiB".to_owned())?;
+        let end =
+            u32::try_from(self.bytes.len()).map_err(|_| "the tokens exceed 4 GiB".to_owned())?;
         self.ends.push(end);
         self.special.push(special);
         Ok(())
@@ -75,10 +83,19 @@ fn scheme(decoder: &Value) -> Result<(Scheme, usize), String> {
         "Metaspace" => {
             let space = only_char(&decoder["replacement"]).unwrap_or('\u{2581}');
             let prepended = decoder["prepend_scheme"].as_str() != Some("never");
-            Ok((Scheme::Marked { space, byte_fallback: false }, usize::from(prepended)))
+            Ok((
+                Scheme::Marked {
+                    space,
+                    byte_fallback: false,
+                },
+                usize::from(prepended),
+            ))
         }
         "Sequence" => {
-            let parts = decoder["decoders"].as_array().map(Vec::as_slice).unwrap_or_default();
+            let parts = decoder["decoders"]
+                .as_array()
+                .map(Vec::as_slice)
+                .unwrap_or_default();
             match parts {
                 [one] => scheme(one),
                 _ => sequence(parts),
@@ -95,19 +112,31 @@ fn sequence(parts: &[Value]) -> Result<(Scheme, usize), String> {
             "Replace" if part["content"] == " " && !fused => {
                 space = only_char(&part["pattern"]["String"]);
                 if space.is_none() {
-                    return Err("decoder: Replace with a pattern other than one character is not supported".into());
+                    return Err(
+                        "decoder: Replace with a pattern other than one character is not supported"
+                            .into(),
+                    );
                 }
             }
             "ByteFallback" => byte_fallback = true,
             "Fuse" => fused = true,
             "Strip" if fused && part["content"] == " " && part["stop"] == 0 => {
-                strip = part["start"].as_u64().and_then(|n| usize::try_from(n).ok()).unwrap_or(0);
+                strip = part["start"]
+                    .as_u64()
+                    .and_then(|n| usize::try_from(n).ok())
+                    .unwrap_or(0);
             }
             other => return Err(unsupported(&format!("{other} inside Sequence"))),
         }
     }
     match space {
-        Some(space) if fused => Ok((Scheme::Marked { space, byte_fallback }, strip)),
+        Some(space) if fused => Ok((
+            Scheme::Marked {
+                space,
+                byte_fallback,
+            },
+            strip,
+        )),
         _ => Err(unsupported("Sequence without Replace and Fuse")),
     }
 }
@@ -130,7 +159,9 @@ fn only_char(value: &Value) -> Option<char> {
 /// `<0xE4>` is the byte E4.
 fn fallback_byte(token: &str) -> Option<u8> {
     let hex = token.strip_prefix("<0x")?.strip_suffix('>')?;
-    (hex.len() == 2).then(|| u8::from_str_radix(hex, 16).ok()).flatten()
+    (hex.len() == 2)
+        .then(|| u8::from_str_radix(hex, 16).ok())
+        .flatten()
 }
 
 /// Inverse of GPT-2's `bytes_to_unicode`: printable Latin-1 characters stand for themselves, the
@@ -170,7 +201,10 @@ mod tests {
         let mut seen = [false; 256];
         for n in 0..0x200 {
             if let Some(byte) = char::from_u32(n).and_then(char_byte) {
-                assert!(!std::mem::replace(&mut seen[usize::from(byte)], true), "byte {byte} twice");
+                assert!(
+                    !std::mem::replace(&mut seen[usize::from(byte)], true),
+                    "byte {byte} twice"
+                );
             }
         }
         assert!(seen.iter().all(|&s| s));
@@ -180,7 +214,10 @@ mod tests {
 
     #[test]
     fn unsupported_decoders_are_named() {
-        for (decoder, name) in [(json!({"type": "WordPiece"}), "WordPiece"), (json!(null), "none")] {
+        for (decoder, name) in [
+            (json!({"type": "WordPiece"}), "WordPiece"),
+            (json!(null), "none"),
+        ] {
             assert!(TokenBytes::new(&decoder).unwrap_err().contains(name));
         }
     }

@@ -34,12 +34,19 @@ impl Tokenizer {
     /// text cannot be streamed: file, field and value are named.
     pub fn from_dir(dir: &Path) -> Result<Self, TextError> {
         let path = dir.join("tokenizer.json");
-        let invalid = |message: String| TextError::Invalid { path: path.clone(), message };
+        let invalid = |message: String| TextError::Invalid {
+            path: path.clone(),
+            message,
+        };
         let raw = read_required(&path)?;
-        let mut inner = tokenizers::Tokenizer::from_bytes(&raw).map_err(|e| invalid(e.to_string()))?;
-        inner.with_truncation(None).map_err(|e| invalid(e.to_string()))?;
+        let mut inner =
+            tokenizers::Tokenizer::from_bytes(&raw).map_err(|e| invalid(e.to_string()))?;
+        inner
+            .with_truncation(None)
+            .map_err(|e| invalid(e.to_string()))?;
         inner.with_padding(None);
-        let parsed: DecoderOnly = serde_json::from_slice(&raw).map_err(|e| invalid(e.to_string()))?;
+        let parsed: DecoderOnly =
+            serde_json::from_slice(&raw).map_err(|e| invalid(e.to_string()))?;
 
         let mut hash = Sha256::new();
         hash.update((raw.len() as u64).to_le_bytes());
@@ -56,8 +63,13 @@ impl Tokenizer {
         let settings = read_json(&dir.join("tokenizer_config.json"))?;
         let generation = read_json(&dir.join("generation_config.json"))?;
         let config = read_json(&dir.join("config.json"))?;
-        let rows = config["vocab_size"].as_u64().or_else(|| config["text_config"]["vocab_size"].as_u64());
-        let rows = rows.and_then(|n| u32::try_from(n).ok()).filter(|&n| n <= MAX_VOCAB).unwrap_or(0);
+        let rows = config["vocab_size"]
+            .as_u64()
+            .or_else(|| config["text_config"]["vocab_size"].as_u64());
+        let rows = rows
+            .and_then(|n| u32::try_from(n).ok())
+            .filter(|&n| n <= MAX_VOCAB)
+            .unwrap_or(0);
         let known = u32::try_from(table.len()).unwrap_or(MAX_VOCAB);
 
         let bos_token = token_name(&settings["bos_token"]);
@@ -86,8 +98,10 @@ impl Tokenizer {
     /// # Errors
     /// [`TextError::Encode`] if the library refuses the text.
     pub fn encode(&self, text: &str, add_special: bool) -> Result<Vec<TokenId>, TextError> {
-        let encoding =
-            self.inner.encode_fast(text, add_special).map_err(|e| TextError::Encode(e.to_string()))?;
+        let encoding = self
+            .inner
+            .encode_fast(text, add_special)
+            .map_err(|e| TextError::Encode(e.to_string()))?;
         Ok(encoding.get_ids().to_vec())
     }
 
@@ -120,7 +134,10 @@ impl Tokenizer {
         match self.table.get(id) {
             Some(bytes) => Ok(bytes),
             None if id < self.id_limit => Ok(&[]),
-            None => Err(TextError::UnknownToken { id, limit: self.id_limit }),
+            None => Err(TextError::UnknownToken {
+                id,
+                limit: self.id_limit,
+            }),
         }
     }
 
@@ -143,7 +160,10 @@ impl Tokenizer {
     /// [`TextError::UnknownToken`] for the first id that is not.
     pub fn check_ids(&self, ids: &[TokenId]) -> Result<(), TextError> {
         match ids.iter().find(|&&id| id >= self.id_limit) {
-            Some(&id) => Err(TextError::UnknownToken { id, limit: self.id_limit }),
+            Some(&id) => Err(TextError::UnknownToken {
+                id,
+                limit: self.id_limit,
+            }),
             None => Ok(()),
         }
     }
@@ -194,10 +214,16 @@ impl Tokenizer {
     }
 
     /// generation_config.json wins over config.json, which wins over tokenizer_config.json.
-    fn find_eos(&self, dir: &Path, generation: &Value, config: &Value) -> Result<Vec<TokenId>, TextError> {
-        for (file, value) in
-            [("generation_config.json", &generation["eos_token_id"]), ("config.json", &config["eos_token_id"])]
-        {
+    fn find_eos(
+        &self,
+        dir: &Path,
+        generation: &Value,
+        config: &Value,
+    ) -> Result<Vec<TokenId>, TextError> {
+        for (file, value) in [
+            ("generation_config.json", &generation["eos_token_id"]),
+            ("config.json", &config["eos_token_id"]),
+        ] {
             if value.is_null() {
                 continue;
             }
@@ -213,11 +239,16 @@ impl Tokenizer {
                 one => std::slice::from_ref(one),
             };
             let id = |v: &Value| {
-                v.as_u64().and_then(|n| u32::try_from(n).ok()).filter(|&n| n < self.id_limit)
+                v.as_u64()
+                    .and_then(|n| u32::try_from(n).ok())
+                    .filter(|&n| n < self.id_limit)
             };
             return list.iter().map(|v| id(v).ok_or_else(bad)).collect();
         }
-        let named = self.eos_token.as_deref().and_then(|name| self.inner.token_to_id(name));
+        let named = self
+            .eos_token
+            .as_deref()
+            .and_then(|name| self.inner.token_to_id(name));
         Ok(named.into_iter().collect())
     }
 }
@@ -233,7 +264,10 @@ fn build_table(inner: &tokenizers::Tokenizer, decoder: &Value) -> Result<TokenBy
     let added = inner.get_added_tokens_decoder();
     let highest = inner.get_vocab(true).into_values().max();
     let Some(highest) = highest.filter(|&id| id < MAX_VOCAB) else {
-        return Err(format!("highest token id is {highest:?}; allowed are 0 to {}", MAX_VOCAB - 1));
+        return Err(format!(
+            "highest token id is {highest:?}; allowed are 0 to {}",
+            MAX_VOCAB - 1
+        ));
     };
     for id in 0..=highest {
         let special = added.get(&id).is_some_and(|t| t.special);
@@ -244,11 +278,17 @@ fn build_table(inner: &tokenizers::Tokenizer, decoder: &Value) -> Result<TokenBy
 
 /// A token in tokenizer_config.json is a string or an object with `content`.
 fn token_name(value: &Value) -> Option<String> {
-    value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned)
+    value
+        .as_str()
+        .or_else(|| value["content"].as_str())
+        .map(str::to_owned)
 }
 
 pub(crate) fn read_required(path: &Path) -> Result<Vec<u8>, TextError> {
-    let read = |source| TextError::Read { path: path.to_owned(), source };
+    let read = |source| TextError::Read {
+        path: path.to_owned(),
+        source,
+    };
     let size = std::fs::metadata(path).map_err(read)?.len();
     if size > MAX_FILE_BYTES {
         return Err(TextError::Invalid {
@@ -263,7 +303,9 @@ pub(crate) fn read_required(path: &Path) -> Result<Vec<u8>, TextError> {
 pub(crate) fn read_optional(path: &Path) -> Result<Option<Vec<u8>>, TextError> {
     match read_required(path) {
         Ok(bytes) => Ok(Some(bytes)),
-        Err(TextError::Read { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => Ok(None),
+        Err(TextError::Read { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
+            Ok(None)
+        }
         Err(error) => Err(error),
     }
 }
@@ -271,8 +313,10 @@ pub(crate) fn read_optional(path: &Path) -> Result<Option<Vec<u8>>, TextError> {
 /// Null if the file does not exist.
 pub(crate) fn read_json(path: &Path) -> Result<Value, TextError> {
     match read_optional(path)? {
-        Some(bytes) => serde_json::from_slice(&bytes)
-            .map_err(|e| TextError::Invalid { path: path.to_owned(), message: e.to_string() }),
+        Some(bytes) => serde_json::from_slice(&bytes).map_err(|e| TextError::Invalid {
+            path: path.to_owned(),
+            message: e.to_string(),
+        }),
         None => Ok(Value::Null),
     }
 }

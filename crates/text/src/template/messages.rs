@@ -27,23 +27,37 @@ impl Size {
 
 /// Messages in the shape that templates expect.
 pub(super) fn normalise(messages: &Json, keep_parts: bool) -> Result<Json, TemplateError> {
-    let list = messages.as_array().ok_or_else(|| bad("messages", "must be a list of messages"))?;
+    let list = messages
+        .as_array()
+        .ok_or_else(|| bad("messages", "must be a list of messages"))?;
     if list.is_empty() {
         return Err(bad("messages", "is empty; a chat has at least one message"));
     }
     let message = |(i, message): (usize, &Json)| {
-        let map = message.as_object().ok_or_else(|| bad(&format!("messages[{i}]"), "must be an object"))?;
+        let map = message
+            .as_object()
+            .ok_or_else(|| bad(&format!("messages[{i}]"), "must be an object"))?;
         one(i, map, keep_parts).map(Json::Object)
     };
-    list.iter().enumerate().map(message).collect::<Result<Vec<_>, _>>().map(Json::Array)
+    list.iter()
+        .enumerate()
+        .map(message)
+        .collect::<Result<Vec<_>, _>>()
+        .map(Json::Array)
 }
 
-fn one(i: usize, map: &Map<String, Json>, keep_parts: bool) -> Result<Map<String, Json>, TemplateError> {
+fn one(
+    i: usize,
+    map: &Map<String, Json>,
+    keep_parts: bool,
+) -> Result<Map<String, Json>, TemplateError> {
     if !map.get("role").is_some_and(Json::is_string) {
         return Err(bad(&format!("messages[{i}].role"), "must be a string"));
     }
     let mut out = map.clone();
-    let calls = out.get("tool_calls").is_some_and(|c| c.as_array().is_some_and(|c| !c.is_empty()));
+    let calls = out
+        .get("tool_calls")
+        .is_some_and(|c| c.as_array().is_some_and(|c| !c.is_empty()));
     let field = format!("messages[{i}].content");
     match map.get("content") {
         None if calls => {
@@ -59,7 +73,12 @@ fn one(i: usize, map: &Map<String, Json>, keep_parts: bool) -> Result<Map<String
                 out.insert("content".into(), Json::String(text));
             }
         }
-        Some(_) => return Err(bad(&field, "must be a string, null or a list of text parts")),
+        Some(_) => {
+            return Err(bad(
+                &field,
+                "must be a string, null or a list of text parts",
+            ));
+        }
     }
     if let Some(Json::Array(calls)) = out.get_mut("tool_calls") {
         calls.iter_mut().for_each(parse_arguments);
@@ -86,13 +105,22 @@ fn join(field: &str, parts: &[Json]) -> Result<String, TemplateError> {
 
 /// The API carries arguments as JSON text, templates expect the object.
 fn parse_arguments(call: &mut Json) {
-    if let Some(arguments) = call.get_mut("function").and_then(|f| f.get_mut("arguments")) {
-        if let Some(map) = arguments.as_str().and_then(|t| serde_json::from_str::<Map<String, Json>>(t).ok()) {
+    if let Some(arguments) = call
+        .get_mut("function")
+        .and_then(|f| f.get_mut("arguments"))
+    {
+        if let Some(map) = arguments
+            .as_str()
+            .and_then(|t| serde_json::from_str::<Map<String, Json>>(t).ok())
+        {
             *arguments = Json::Object(map);
         }
     }
 }
 
 fn bad(param: &str, message: &str) -> TemplateError {
-    TemplateError::Messages { param: param.to_owned(), message: message.to_owned() }
+    TemplateError::Messages {
+        param: param.to_owned(),
+        message: message.to_owned(),
+    }
 }

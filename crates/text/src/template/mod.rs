@@ -86,8 +86,18 @@ impl ChatTemplate {
 
     /// A template from its text.
     pub fn from_source(template: &str, bos_token: &str, eos_token: &str) -> Self {
-        let source = Source { name: "default".to_owned(), template: template.to_owned() };
-        Self::new(Sources { list: vec![source], problem: None }, bos_token, eos_token)
+        let source = Source {
+            name: "default".to_owned(),
+            template: template.to_owned(),
+        };
+        Self::new(
+            Sources {
+                list: vec![source],
+                problem: None,
+            },
+            bos_token,
+            eos_token,
+        )
     }
 
     /// Can chats be rendered, and if not, why?
@@ -116,12 +126,17 @@ impl ChatTemplate {
             TemplateState::Missing => return Err(TemplateError::Missing),
             TemplateState::Broken(reason) => return Err(TemplateError::Broken(reason.clone())),
         }
-        if let Some(name) = kwargs.iter().flat_map(|map| map.keys()).find(|k| RESERVED.contains(&k.as_str())) {
+        if let Some(name) = kwargs
+            .iter()
+            .flat_map(|map| map.keys())
+            .find(|k| RESERVED.contains(&k.as_str()))
+        {
             return Err(TemplateError::ReservedKwarg(name.clone()));
         }
         let messages = normalise(messages, self.wants_parts)?;
         let tools = tools.filter(|t| t.as_array().is_none_or(|list| !list.is_empty()));
-        self.run(&messages, add_generation_prompt, tools, kwargs).map_err(|e| classify(&e))
+        self.run(&messages, add_generation_prompt, tools, kwargs)
+            .map_err(|e| classify(&e))
     }
 
     fn new(sources: Sources, bos_token: &str, eos_token: &str) -> Self {
@@ -161,7 +176,10 @@ impl ChatTemplate {
                 .map_err(|e| format!("template {name}: {}", describe(&e)))?;
         }
         if !has_default {
-            return Err(format!("templates are named {}; one must be named default", names.join(", ")));
+            return Err(format!(
+                "templates are named {}; one must be named default",
+                names.join(", ")
+            ));
         }
         Ok(TemplateState::Ready)
     }
@@ -186,9 +204,9 @@ impl ChatTemplate {
             return;
         }
         let parts = json!([{"role": "user", "content": [{"type": "text", "text": MARK}]}]);
-        self.wants_parts = self
-            .run(&parts, true, None, None)
-            .is_ok_and(|text| text.contains(MARK) && !text.contains("'text'") && !text.contains("\"text\""));
+        self.wants_parts = self.run(&parts, true, None, None).is_ok_and(|text| {
+            text.contains(MARK) && !text.contains("'text'") && !text.contains("\"text\"")
+        });
     }
 
     fn run(
@@ -201,17 +219,30 @@ impl ChatTemplate {
         let mut size = Size::default();
         size.add(messages);
         tools.iter().for_each(|t| size.add(t));
-        kwargs.iter().flat_map(|map| map.values()).for_each(|v| size.add(v));
+        kwargs
+            .iter()
+            .flat_map(|map| map.values())
+            .for_each(|v| size.add(v));
         let fuel = BASE_FUEL + size.values * FUEL_PER_VALUE + size.bytes / BYTES_PER_FUEL;
         let mut env = self.env.clone();
         env.set_fuel(Some(fuel.min(MAX_FUEL)));
 
-        let name = if tools.is_some() && self.has_tool_use { "tool_use" } else { "default" };
+        let name = if tools.is_some() && self.has_tool_use {
+            "tool_use"
+        } else {
+            "default"
+        };
         let mut variables: Vec<(String, Value)> = vec![
             ("messages".into(), Value::from(Serde(messages))),
-            ("tools".into(), tools.map_or(Value::from(()), |t| Value::from(Serde(t)))),
+            (
+                "tools".into(),
+                tools.map_or(Value::from(()), |t| Value::from(Serde(t))),
+            ),
             ("documents".into(), Value::from(())),
-            ("add_generation_prompt".into(), Value::from(add_generation_prompt)),
+            (
+                "add_generation_prompt".into(),
+                Value::from(add_generation_prompt),
+            ),
             ("bos_token".into(), Value::from(self.bos_token.as_str())),
             ("eos_token".into(), Value::from(self.eos_token.as_str())),
         ];
@@ -225,7 +256,11 @@ impl ChatTemplate {
 /// The environment of `transformers.utils.chat_template_utils`.
 fn environment() -> Environment<'static> {
     let mut env = Environment::new();
-    if let Ok(syntax) = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build() {
+    if let Ok(syntax) = SyntaxConfig::builder()
+        .trim_blocks(true)
+        .lstrip_blocks(true)
+        .build()
+    {
         env.set_syntax(syntax);
     }
     env.set_auto_escape_callback(|_| AutoEscape::None);
@@ -235,7 +270,9 @@ fn environment() -> Environment<'static> {
     env.add_filter("tojson", python::tojson);
     env.add_filter("string", python::string);
     env.add_function("raise_exception", python::raise_exception);
-    env.add_function("strftime_now", |format: &str| python::strftime(format, SystemTime::now()));
+    env.add_function("strftime_now", |format: &str| {
+        python::strftime(format, SystemTime::now())
+    });
     env
 }
 
@@ -252,9 +289,9 @@ fn classify(error: &Error) -> TemplateError {
 /// Kind, detail and line, without the template's source.
 fn describe(error: &Error) -> String {
     let detail = error.detail().map(|d| format!(": {d}")).unwrap_or_default();
-    let line = error.line().map(|l| format!(" (line {l})")).unwrap_or_default();
+    let line = error
+        .line()
+        .map(|l| format!(" (line {l})"))
+        .unwrap_or_default();
     format!("{}{detail}{line}", error.kind())
 }
-
-#[cfg(test)]
-mod tests;

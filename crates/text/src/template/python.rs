@@ -43,9 +43,14 @@ pub(super) fn without_generation_marks(template: &str) -> String {
     let mut out = String::with_capacity(template.len());
     let mut rest = template;
     while let Some(start) = rest.find("{%") {
-        let Some(len) = rest[start..].find("%}") else { break };
+        let Some(len) = rest[start..].find("%}") else {
+            break;
+        };
         let tag = &rest[start..start + len];
-        let word = tag[2..].trim_start_matches(['-', '+']).trim_end_matches(['-', '+']).trim();
+        let word = tag[2..]
+            .trim_start_matches(['-', '+'])
+            .trim_end_matches(['-', '+'])
+            .trim();
         out.push_str(&rest[..start]);
         match word {
             "generation" => out.push_str(&tag.replace("generation", "if true")),
@@ -59,7 +64,12 @@ pub(super) fn without_generation_marks(template: &str) -> String {
 }
 
 /// String methods that the compatibility layer lacks.
-pub(super) fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
+pub(super) fn method(
+    state: &mut State,
+    value: &Value,
+    name: &str,
+    args: &[Value],
+) -> Result<Value, Error> {
     if let Some(text) = value.as_str() {
         match name {
             "removeprefix" => {
@@ -72,13 +82,17 @@ pub(super) fn method(state: &mut State, value: &Value, name: &str, args: &[Value
             }
             "partition" | "rpartition" => {
                 let (sep,): (&str,) = from_args(args)?;
-                let halves = if name == "partition" { text.split_once(sep) } else { text.rsplit_once(sep) };
+                let halves = if name == "partition" {
+                    text.split_once(sep)
+                } else {
+                    text.rsplit_once(sep)
+                };
                 let parts = match halves {
                     Some((head, tail)) => [head, sep, tail],
                     None if name == "partition" => [text, "", ""],
                     None => ["", "", text],
                 };
-                return Ok(Value::from(parts.to_vec()));
+                return Ok(parts.into_iter().map(Value::from).collect());
             }
             _ => {}
         }
@@ -89,11 +103,14 @@ pub(super) fn method(state: &mut State, value: &Value, name: &str, args: &[Value
 /// `{{ value }}` as Python's `str()`.
 pub(super) fn print(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
     match value.kind() {
-        ValueKind::String => out.write_str(value.as_str().unwrap_or_default()).map_err(Error::from),
+        ValueKind::String => out
+            .write_str(value.as_str().unwrap_or_default())
+            .map_err(Error::from),
         ValueKind::Undefined => Ok(()),
         _ => {
             let text = string(state, value)?;
-            out.write_str(text.as_str().unwrap_or_default()).map_err(Error::from)
+            out.write_str(text.as_str().unwrap_or_default())
+                .map_err(Error::from)
         }
     }
 }
@@ -104,12 +121,22 @@ pub(super) fn string(state: &State, value: &Value) -> Result<Value, Error> {
         return Ok(value.clone());
     }
     let mut out = String::new();
-    Writer { state, out: &mut out, style: Style::Python }.write(value, 0)?;
+    Writer {
+        state,
+        out: &mut out,
+        style: Style::Python,
+    }
+    .write(value, 0)?;
     Ok(Value::from(out))
 }
 
 /// `json.dumps(value, ensure_ascii=False, indent=…, separators=…, sort_keys=…)`.
-pub(super) fn tojson(state: &State, value: &Value, indent: Option<Value>, args: Kwargs) -> Result<Value, Error> {
+pub(super) fn tojson(
+    state: &State,
+    value: &Value,
+    indent: Option<Value>,
+    args: Kwargs,
+) -> Result<Value, Error> {
     let indent = match indent {
         Some(indent) => Some(indent),
         None => args.get::<Option<Value>>("indent")?,
@@ -123,7 +150,10 @@ pub(super) fn tojson(state: &State, value: &Value, indent: Option<Value>, args: 
     let (item, key) = match separators.as_deref() {
         Some([item, key]) => (item.clone(), key.clone()),
         Some(_) => {
-            return Err(Error::new(ErrorKind::InvalidOperation, "tojson: separators must be two strings"));
+            return Err(Error::new(
+                ErrorKind::InvalidOperation,
+                "tojson: separators must be two strings",
+            ));
         }
         None if indent.is_some() => (",".to_owned(), ": ".to_owned()),
         None => (", ".to_owned(), ": ".to_owned()),
@@ -137,7 +167,12 @@ pub(super) fn tojson(state: &State, value: &Value, indent: Option<Value>, args: 
     };
     args.assert_all_used()?;
     let mut out = String::new();
-    Writer { state, out: &mut out, style }.write(value, 0)?;
+    Writer {
+        state,
+        out: &mut out,
+        style,
+    }
+    .write(value, 0)?;
     Ok(Value::from(out))
 }
 
@@ -162,13 +197,19 @@ struct Writer<'a, 's, 't> {
 impl Writer<'_, '_, '_> {
     fn write(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
         if depth > MAX_DEPTH {
-            return Err(Error::new(ErrorKind::InvalidOperation, "the value is nested too deeply"));
+            return Err(Error::new(
+                ErrorKind::InvalidOperation,
+                "the value is nested too deeply",
+            ));
         }
         self.state.consume_fuel(1)?;
         let json = matches!(self.style, Style::Json { .. });
         match value.kind() {
             ValueKind::Undefined if json => {
-                return Err(Error::new(ErrorKind::BadSerialization, "tojson: the value is undefined"));
+                return Err(Error::new(
+                    ErrorKind::BadSerialization,
+                    "tojson: the value is undefined",
+                ));
             }
             ValueKind::Undefined => {}
             ValueKind::None => self.out.push_str(if json { "null" } else { "None" }),
@@ -197,7 +238,11 @@ impl Writer<'_, '_, '_> {
     }
 
     fn list(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
-        let (open, close) = if value.is_tuple() && matches!(self.style, Style::Python) { ('(', ')') } else { ('[', ']') };
+        let (open, close) = if value.is_tuple() && matches!(self.style, Style::Python) {
+            ('(', ')')
+        } else {
+            ('[', ']')
+        };
         self.out.push(open);
         let mut count = 0;
         for item in value.try_iter()?.checked() {
@@ -253,7 +298,11 @@ impl Writer<'_, '_, '_> {
     }
 
     fn close(&mut self, count: usize, depth: usize, bracket: char) {
-        if let Style::Json { indent: Some(indent), .. } = self.style {
+        if let Style::Json {
+            indent: Some(indent),
+            ..
+        } = self.style
+        {
             if count > 0 {
                 newline(self.out, indent * depth);
             }
@@ -300,7 +349,11 @@ fn json_text(out: &mut String, text: &str, ascii: bool) {
 
 /// Python's `repr` of a string: single quotes unless that needs escapes and double quotes do not.
 fn repr_text(out: &mut String, text: &str) {
-    let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
+    let quote = if text.contains('\'') && !text.contains('"') {
+        '"'
+    } else {
+        '\''
+    };
     out.push(quote);
     for c in text.chars() {
         match c {
@@ -338,16 +391,38 @@ fn float(x: f64) -> String {
         return format!("{digits}e{sign}{:02}", exponent.abs());
     }
     let text = format!("{x}");
-    if text.contains('.') { text } else { format!("{text}.0") }
+    if text.contains('.') {
+        text
+    } else {
+        format!("{text}.0")
+    }
 }
 
 /// `datetime.now().strftime(format)`, in UTC.
 pub(super) fn strftime(format: &str, now: SystemTime) -> Result<String, Error> {
     const MONTHS: [&str; 12] = [
-        "January", "February", "March", "April", "May", "June", "July", "August", "September", "October",
-        "November", "December",
+        "January",
+        "February",
+        "March",
+        "April",
+        "May",
+        "June",
+        "July",
+        "August",
+        "September",
+        "October",
+        "November",
+        "December",
     ];
-    const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
+    const DAYS: [&str; 7] = [
+        "Thursday",
+        "Friday",
+        "Saturday",
+        "Sunday",
+        "Monday",
+        "Tuesday",
+        "Wednesday",
+    ];
     let seconds = now.duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
     let (days, time) = (seconds / 86400, seconds % 86400);
     let (year, month, day) = civil(days);
@@ -416,7 +491,11 @@ fn civil(days: u64) -> (u64, u64, u64) {
     let day_of_year = of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
     let shifted = (5 * day_of_year + 2) / 153;
     let day = day_of_year - (153 * shifted + 2) / 5 + 1;
-    let month = if shifted < 10 { shifted + 3 } else { shifted - 9 };
+    let month = if shifted < 10 {
+        shifted + 3
+    } else {
+        shifted - 9
+    };
     (year_of_era + era * 400 + u64::from(month <= 2), month, day)
 }
 
@@ -456,7 +535,11 @@ mod tests {
         let cases = [
             (0, "%Y-%m-%d %A", "1970-01-01 Thursday"),
             (951_782_400, "%d %b %Y %j", "29 Feb 2000 060"),
-            (1_735_689_599, "%F %T %p %I %-I", "2024-12-31 23:59:59 PM 11 11"),
+            (
+                1_735_689_599,
+                "%F %T %p %I %-I",
+                "2024-12-31 23:59:59 PM 11 11",
+            ),
             (1_767_225_600, "%e|%-d|%B|%y|100%%", " 1|1|January|26|100%"),
         ];
         for (seconds, format, text) in cases {

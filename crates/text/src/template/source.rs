@@ -32,10 +32,16 @@ pub(crate) fn read_sources(dir: &Path) -> Result<Sources, TextError> {
     if let Some(bytes) = read_optional(&dir.join("chat_template.jinja"))? {
         return Ok(match String::from_utf8(bytes) {
             Ok(template) => Sources {
-                list: vec![Source { name: "default".to_owned(), template }],
+                list: vec![Source {
+                    name: "default".to_owned(),
+                    template,
+                }],
                 problem: None,
             },
-            Err(error) => problem(format!("chat_template.jinja is not UTF-8: {}", error.utf8_error())),
+            Err(error) => problem(format!(
+                "chat_template.jinja is not UTF-8: {}",
+                error.utf8_error()
+            )),
         });
     }
     let config = read_json(&dir.join("tokenizer_config.json"))?;
@@ -46,24 +52,44 @@ fn from_field(field: &Json) -> Sources {
     let list = match field {
         Json::Null => return Sources::default(),
         Json::String(template) => {
-            let source = Source { name: "default".to_owned(), template: template.clone() };
-            return Sources { list: vec![source], problem: None };
+            let source = Source {
+                name: "default".to_owned(),
+                template: template.clone(),
+            };
+            return Sources {
+                list: vec![source],
+                problem: None,
+            };
         }
         Json::Array(list) => list,
-        _ => return problem("chat_template is neither a string nor a list of {name, template}".to_owned()),
+        _ => {
+            return problem(
+                "chat_template is neither a string nor a list of {name, template}".to_owned(),
+            );
+        }
     };
     let mut sources = Sources::default();
     for (index, item) in list.iter().enumerate() {
         match (item["name"].as_str(), item["template"].as_str()) {
             (Some(name), Some(template)) => {
-                sources.list.push(Source { name: name.to_owned(), template: template.to_owned() });
+                sources.list.push(Source {
+                    name: name.to_owned(),
+                    template: template.to_owned(),
+                });
             }
-            _ => return problem(format!("chat_template[{index}] needs the strings name and template")),
+            _ => {
+                return problem(format!(
+                    "chat_template[{index}] needs the strings name and template"
+                ));
+            }
         }
     }
     sources
 }
 
 fn problem(text: String) -> Sources {
-    Sources { list: Vec::new(), problem: Some(text) }
+    Sources {
+        list: Vec::new(),
+        problem: Some(text),
+    }
 }

@@ -1,5 +1,0 @@
-use super::*;
-
-fn user(text: &str) -> Json {
-    json!([{"role": "user", "content": text}])
-}
