@@ -1,2 +1,13 @@
-//! Placeholder.
+//! Harness for tests with real processes: starts the built binary on loopback, talks to it with a
+//! client of its own, ends every process by its id.
 #![forbid(unsafe_code)]
+
+mod client;
+mod cluster;
+mod metrics;
+mod process;
+
+pub use client::{Answer, Body, Client, Stream, chat_body, completion_body};
+pub use cluster::{Cluster, ClusterOptions, Instance};
+pub use metrics::Metrics;
+pub use process::{Process, binary, demo_model, free_port, repository};

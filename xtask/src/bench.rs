@@ -14,5 +14,9 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    bail!("group {:?} cannot run yet (json {:?})", args.group, args.json)
+    bail!(
+        "group {:?} cannot run yet (json {:?})",
+        args.group,
+        args.json
+    )
 }

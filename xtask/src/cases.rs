@@ -1,6 +1,6 @@
 //! Cases are black-box failures seen in the field; `it/cases.toml` names the tests that guard each.
 
-use crate::run::{cargo, capture, root};
+use crate::run::{capture, cargo, root};
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -32,10 +32,14 @@ type Target = (String, String);
 
 pub(crate) fn run(issue: &str) -> Result<()> {
     let path = root().join("it/cases.toml");
-    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let text = std::fs::read_to_string(&path)
+        .with_context(|| format!("cannot read {}", path.display()))?;
     let file: CaseFile = toml::from_str(&text).context("it/cases.toml")?;
     let Some(wanted) = file.issue.get(issue) else {
-        bail!("no issue {issue:?} in it/cases.toml; there are {:?}", file.issue.keys().collect::<Vec<_>>());
+        bail!(
+            "no issue {issue:?} in it/cases.toml; there are {:?}",
+            file.issue.keys().collect::<Vec<_>>()
+        );
     };
 
     let mut by_target: BTreeMap<Target, BTreeSet<&str>> = BTreeMap::new();
@@ -50,7 +54,10 @@ pub(crate) fn run(issue: &str) -> Result<()> {
         }
         for test in &case.tests {
             let (package, target, name) = split(test)?;
-            by_target.entry((package.to_owned(), target.to_owned())).or_default().insert(name);
+            by_target
+                .entry((package.to_owned(), target.to_owned()))
+                .or_default()
+                .insert(name);
         }
     }
 
@@ -66,7 +73,12 @@ pub(crate) fn run(issue: &str) -> Result<()> {
         command.args(["--", "--exact"]).args(names);
         let (code, output) = capture(&mut command)?;
         for line in output.lines() {
-            let Some(name) = line.strip_prefix("test ").and_then(|rest| rest.strip_suffix(" ... ok")) else { continue };
+            let Some(name) = line
+                .strip_prefix("test ")
+                .and_then(|rest| rest.strip_suffix(" ... ok"))
+            else {
+                continue;
+            };
             passed.insert(format!("{package}/{target}/{name}"));
         }
         if code != Some(0) {
@@ -76,10 +88,24 @@ pub(crate) fn run(issue: &str) -> Result<()> {
 
     let mut failed = missing;
     for id in &wanted.cases {
-        let Some(case) = file.case.get(id) else { continue };
-        let bad: Vec<&String> = case.tests.iter().filter(|test| !passed.contains(*test)).collect();
-        let verdict = if bad.is_empty() && !case.tests.is_empty() { "ok" } else { "FAILED" };
-        println!("{id:<6} {verdict:<6} {} ({} tests)", case.about, case.tests.len());
+        let Some(case) = file.case.get(id) else {
+            continue;
+        };
+        let bad: Vec<&String> = case
+            .tests
+            .iter()
+            .filter(|test| !passed.contains(*test))
+            .collect();
+        let verdict = if bad.is_empty() && !case.tests.is_empty() {
+            "ok"
+        } else {
+            "FAILED"
+        };
+        println!(
+            "{id:<6} {verdict:<6} {} ({} tests)",
+            case.about,
+            case.tests.len()
+        );
         for test in bad {
             failed.push(format!("{id}: {test} did not pass or does not exist"));
         }
@@ -87,7 +113,11 @@ pub(crate) fn run(issue: &str) -> Result<()> {
     if !failed.is_empty() {
         bail!("cases of {issue}:\n  {}", failed.join("\n  "));
     }
-    println!("{} cases of {issue}, {} tests, all passed", wanted.cases.len(), passed.len());
+    println!(
+        "{} cases of {issue}, {} tests, all passed",
+        wanted.cases.len(),
+        passed.len()
+    );
     Ok(())
 }
 

@@ -12,7 +12,9 @@ pub(crate) struct Args {
 
 impl Args {
     pub(crate) fn slice() -> Self {
-        Self { matrix: "slice".to_owned() }
+        Self {
+            matrix: "slice".to_owned(),
+        }
     }
 }
 

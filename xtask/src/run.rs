@@ -20,7 +20,10 @@ pub(crate) fn cargo() -> Command {
 /// Runs a command with our output streams; an exit code other than 0 is an error.
 pub(crate) fn check(command: &mut Command) -> Result<()> {
     eprintln!("$ {}", shown(command));
-    let status = command.stdin(Stdio::null()).status().with_context(|| format!("cannot run {}", shown(command)))?;
+    let status = command
+        .stdin(Stdio::null())
+        .status()
+        .with_context(|| format!("cannot run {}", shown(command)))?;
     if !status.success() {
         bail!("{} ended with {status}", shown(command));
     }
@@ -30,7 +33,10 @@ pub(crate) fn check(command: &mut Command) -> Result<()> {
 /// Runs a command and returns its exit code and both outputs as text.
 pub(crate) fn capture(command: &mut Command) -> Result<(Option<i32>, String)> {
     eprintln!("$ {}", shown(command));
-    let output = command.stdin(Stdio::null()).output().with_context(|| format!("cannot run {}", shown(command)))?;
+    let output = command
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("cannot run {}", shown(command)))?;
     let mut text = String::from_utf8_lossy(&output.stdout).into_owned();
     text.push_str(&String::from_utf8_lossy(&output.stderr));
     Ok((output.status.code(), text))

@@ -14,14 +14,38 @@ struct Line {
 }
 
 const SLICE: &[Line] = &[
-    Line { about: "fresh clone: the demo answers right, all tests pass in ten minutes", run: fresh_clone },
-    Line { about: "the demo with its KV port blocked exits 1 and names the reason", run: blocked_port },
-    Line { about: "golden parity of deepseek_v3, tokenizers and chat templates", run: golden },
-    Line { about: "one hash over every way to deploy", run: hash_matrix },
-    Line { about: "the OpenAI Python SDK against worker and router", run: openai_sdk },
-    Line { about: "transcripts of the public proxies, replayed", run: transcripts },
-    Line { about: "cases", run: slice_cases },
-    Line { about: "soak: every gauge back at its value after warm-up", run: slice_soak },
+    Line {
+        about: "fresh clone: the demo answers right, all tests pass in ten minutes",
+        run: fresh_clone,
+    },
+    Line {
+        about: "the demo with its KV port blocked exits 1 and names the reason",
+        run: blocked_port,
+    },
+    Line {
+        about: "golden parity of deepseek_v3, tokenizers and chat templates",
+        run: golden,
+    },
+    Line {
+        about: "one hash over every way to deploy",
+        run: hash_matrix,
+    },
+    Line {
+        about: "the OpenAI Python SDK against worker and router",
+        run: openai_sdk,
+    },
+    Line {
+        about: "transcripts of the public proxies, replayed",
+        run: transcripts,
+    },
+    Line {
+        about: "cases",
+        run: slice_cases,
+    },
+    Line {
+        about: "soak: every gauge back at its value after warm-up",
+        run: slice_soak,
+    },
 ];
 
 pub(crate) fn run(what: &str) -> Result<()> {
@@ -36,7 +60,9 @@ pub(crate) fn run(what: &str) -> Result<()> {
     let chosen: Vec<usize> = match number {
         None => (1..=lines.len()).collect(),
         Some(number) => {
-            let k: usize = number.parse().with_context(|| format!("{number:?} is no line of {issue}"))?;
+            let k: usize = number
+                .parse()
+                .with_context(|| format!("{number:?} is no line of {issue}"))?;
             if !(1..=lines.len()).contains(&k) {
                 bail!("{issue} has lines 1 to {}", lines.len());
             }
@@ -49,7 +75,10 @@ pub(crate) fn run(what: &str) -> Result<()> {
         println!("== {issue}.{k}: {}", line.about);
         let start = Instant::now();
         match (line.run)() {
-            Ok(()) => println!("== {issue}.{k}: ok ({:.0} s)", start.elapsed().as_secs_f64()),
+            Ok(()) => println!(
+                "== {issue}.{k}: ok ({:.0} s)",
+                start.elapsed().as_secs_f64()
+            ),
             Err(error) => {
                 println!("== {issue}.{k}: FAILED: {error:#}");
                 failed.push(format!("{issue}.{k}"));
@@ -65,10 +94,18 @@ pub(crate) fn run(what: &str) -> Result<()> {
 fn fresh_clone() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let clone = folder.path().join("twinfer");
-    check(Command::new("git").args(["clone", "--quiet"]).arg(root()).arg(&clone))?;
+    check(
+        Command::new("git")
+            .args(["clone", "--quiet"])
+            .arg(root())
+            .arg(&clone),
+    )?;
     let in_clone = |arguments: &[&str]| {
         let mut command = cargo();
-        command.current_dir(&clone).env("CARGO_TARGET_DIR", clone.join("target")).args(arguments);
+        command
+            .current_dir(&clone)
+            .env("CARGO_TARGET_DIR", clone.join("target"))
+            .args(arguments);
         command
     };
     check(&mut in_clone(&["build", "--release"]))?;
@@ -79,18 +116,29 @@ fn fresh_clone() -> Result<()> {
     if seconds > 60.0 {
         bail!("demo --once took {seconds:.1} s; a minute is allowed");
     }
-    check(&mut in_clone(&["test", "--release", "--workspace", "--no-run"]))?;
+    check(&mut in_clone(&[
+        "test",
+        "--release",
+        "--workspace",
+        "--no-run",
+    ]))?;
     let start = Instant::now();
     let (code, output) = capture(&mut in_clone(&["test", "--release", "--workspace"]))?;
     let seconds = start.elapsed().as_secs_f64();
-    for line in output.lines().filter(|line| line.starts_with("test result:") || line.contains("FAILED")) {
+    for line in output
+        .lines()
+        .filter(|line| line.starts_with("test result:") || line.contains("FAILED"))
+    {
         println!("{line}");
     }
     println!("cargo test --release --workspace: {seconds:.0} s after the build");
     if code != Some(0) {
         bail!("cargo test --release --workspace failed");
     }
-    if output.lines().any(|line| line.starts_with("test result:") && !line.contains(" 0 ignored")) {
+    if output
+        .lines()
+        .any(|line| line.starts_with("test result:") && !line.contains(" 0 ignored"))
+    {
         bail!("a test is ignored");
     }
     if seconds > 600.0 {
@@ -105,7 +153,8 @@ fn blocked_port() -> Result<()> {
     if code != Some(0) {
         bail!("demo --print-plan failed: {plan}");
     }
-    let plan: serde_json::Value = serde_json::from_str(&plan).context("demo --print-plan --json")?;
+    let plan: serde_json::Value =
+        serde_json::from_str(&plan).context("demo --print-plan --json")?;
     let port = plan["instances"]
         .as_array()
         .into_iter()
@@ -113,7 +162,8 @@ fn blocked_port() -> Result<()> {
         .find(|instance| instance["role"] == "prefill")
         .and_then(|instance| instance["kv_port"].as_u64())
         .context("the plan names no KV port of a prefill instance")?;
-    let blocker = TcpListener::bind(("127.0.0.1", u16::try_from(port)?)).with_context(|| format!("port {port}"))?;
+    let blocker = TcpListener::bind(("127.0.0.1", u16::try_from(port)?))
+        .with_context(|| format!("port {port}"))?;
     let (code, output) = capture(Command::new(twinfer()).args(["demo", "--once"]))?;
     drop(blocker);
     println!("exit {code:?}\n{output}");
@@ -129,12 +179,23 @@ fn blocked_port() -> Result<()> {
 fn golden() -> Result<()> {
     let tests: [(&str, &str); 2] = [("twinfer-engine", "golden"), ("twinfer-text", "golden")];
     for (package, filter) in tests {
-        let (code, output) = capture(cargo().args(["test", "--release", "-p", package, filter, "--", "--nocapture"]))?;
+        let (code, output) = capture(cargo().args([
+            "test",
+            "--release",
+            "-p",
+            package,
+            filter,
+            "--",
+            "--nocapture",
+        ]))?;
         println!("{output}");
         if code != Some(0) {
             bail!("golden tests of {package} failed");
         }
-        if !output.lines().any(|line| line.starts_with("test ") && line.contains("golden")) {
+        if !output
+            .lines()
+            .any(|line| line.starts_with("test ") && line.contains("golden"))
+        {
             bail!("{package} has no golden test");
         }
     }
@@ -152,7 +213,14 @@ fn openai_sdk() -> Result<()> {
     if !python.exists() {
         check(Command::new("python3").args(["-m", "venv"]).arg(&venv))?;
     }
-    check(Command::new(&python).args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "openai==3.57.0"]))?;
+    check(Command::new(&python).args([
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "openai==3.57.0",
+    ]))?;
     check(
         Command::new(&python)
             .arg(root().join("it/sdk/check_openai_sdk.py"))
@@ -163,7 +231,14 @@ fn openai_sdk() -> Result<()> {
 
 fn transcripts() -> Result<()> {
     let (code, output) = capture(cargo().args([
-        "test", "--release", "-p", "twinfer-it", "--test", "transcripts", "--", "--nocapture",
+        "test",
+        "--release",
+        "-p",
+        "twinfer-it",
+        "--test",
+        "transcripts",
+        "--",
+        "--nocapture",
     ]))?;
     println!("{output}");
     if code != Some(0) {
@@ -177,7 +252,11 @@ fn slice_cases() -> Result<()> {
 }
 
 fn slice_soak() -> Result<()> {
-    soak::run(&soak::Args { streams: 64, disconnect: 0.2, seconds: 60 })
+    soak::run(&soak::Args {
+        streams: 64,
+        disconnect: 0.2,
+        seconds: 60,
+    })
 }
 
 fn twinfer() -> std::path::PathBuf {

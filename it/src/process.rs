@@ -1,0 +1,147 @@
+use rustix::process::{Pid, Signal, kill_process};
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+/// A child process whose output goes to a file; killed when dropped.
+#[derive(Debug)]
+pub struct Process {
+    child: Child,
+    log: tempfile::NamedTempFile,
+}
+
+/// Root of the repository.
+pub fn repository() -> PathBuf {
+    let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
+    manifest.parent().unwrap_or(manifest).to_path_buf()
+}
+
+/// The bundled model.
+pub fn demo_model() -> PathBuf {
+    repository().join("models/demo")
+}
+
+/// The `twinfer` binary of the profile that runs the tests, built once per test process.
+///
+/// # Panics
+/// When the binary does not build.
+pub fn binary() -> &'static Path {
+    static BINARY: OnceLock<PathBuf> = OnceLock::new();
+    BINARY.get_or_init(|| {
+        let mut build = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        build
+            .current_dir(repository())
+            .args(["build", "--quiet", "--package", "twinfer-cli"]);
+        let profile = if cfg!(debug_assertions) {
+            "debug"
+        } else {
+            build.arg("--release");
+            "release"
+        };
+        let status = build.status().expect("cargo runs");
+        assert!(status.success(), "twinfer does not build");
+        let target = std::env::var_os("CARGO_TARGET_DIR")
+            .map_or_else(|| repository().join("target"), PathBuf::from);
+        target.join(profile).join("twinfer")
+    })
+}
+
+/// A port that was free a moment ago, each answer another one.
+///
+/// # Panics
+/// When no port is free.
+pub fn free_port() -> u16 {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a free port");
+    listener.local_addr().expect("an address").port()
+}
+
+impl Process {
+    /// Starts `twinfer` with arguments and environment.
+    ///
+    /// # Panics
+    /// When it cannot be started.
+    pub fn start<S: AsRef<OsStr>>(arguments: &[S], environment: &[(&str, &str)]) -> Self {
+        let log = tempfile::NamedTempFile::new().expect("a log file");
+        let out = File::options()
+            .append(true)
+            .open(log.path())
+            .expect("the log file");
+        let err = out.try_clone().expect("the log file");
+        let child = Command::new(binary())
+            .args(arguments)
+            .env_remove("TWINFER_PEER_KEY")
+            .env_remove("TWINFER_API_KEY")
+            .env_remove("OPENAI_API_KEY")
+            .envs(environment.iter().copied())
+            .stdin(Stdio::null())
+            .stdout(out)
+            .stderr(err)
+            .spawn()
+            .expect("twinfer starts");
+        Self { child, log }
+    }
+
+    /// Process id.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Everything it has printed so far.
+    pub fn output(&self) -> String {
+        String::from_utf8_lossy(&std::fs::read(self.log.path()).unwrap_or_default()).into_owned()
+    }
+
+    /// Sends a signal.
+    ///
+    /// # Errors
+    /// When the process has ended.
+    pub fn signal(&self, signal: Signal) -> io::Result<()> {
+        let pid = i32::try_from(self.child.id())
+            .ok()
+            .and_then(Pid::from_raw)
+            .ok_or(io::ErrorKind::InvalidInput)?;
+        kill_process(pid, signal).map_err(Into::into)
+    }
+
+    /// The exit status, if it has ended.
+    pub fn ended(&mut self) -> Option<ExitStatus> {
+        self.child.try_wait().expect("wait works")
+    }
+
+    /// Waits for the end.
+    ///
+    /// # Panics
+    /// When it still runs after `limit`.
+    pub async fn wait(&mut self, limit: Duration) -> ExitStatus {
+        let end = Instant::now() + limit;
+        loop {
+            if let Some(status) = self.ended() {
+                return status;
+            }
+            assert!(
+                Instant::now() < end,
+                "process still runs after {limit:?}:\n{}",
+                self.output()
+            );
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// Kills it at once.
+    pub fn kill(&mut self) {
+        // An error means that it has ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
