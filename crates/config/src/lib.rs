@@ -2,8 +2,10 @@
 //! description and reference entry; its `clap` attributes are its flag.
 #![forbid(unsafe_code)]
 
+mod fake;
 mod router;
 mod serve;
 
+pub use fake::{Dialect, FakeConfig, FakeFault, FaultKind};
 pub use router::{Policy, RouterConfig};
 pub use serve::{Dtype, KvLoadFailurePolicy, LogFormat, ServeConfig};
