@@ -1,0 +1,314 @@
+//! From a row of logits to the next token, in vLLM's order: log-probabilities are those of the raw
+//! logits; then masks, bias and penalties; greedy stops there; then temperature, min_p, top_k, top_p and
+//! the draw. All of it depends on the row and on the request alone.
+
+mod math;
+mod philox;
+mod validate;
+
+pub use philox::uniform;
+pub use validate::{SamplingLimits, check_length, check_prompt};
+
+use crate::{Logprob, OutputToken, SamplingParams};
+use std::cmp::Ordering;
+use std::collections::HashMap;
+use twinfer_protocol::TokenId;
+
+/// Below this temperature the best token is taken.
+const GREEDY_BELOW: f32 = 1e-5;
+/// Smaller temperatures are raised to this.
+const MIN_TEMPERATURE: f32 = 0.01;
+/// Best tokens that top_p looks at first; eight times as many whenever they do not suffice.
+const FIRST_SORTED: usize = 64;
+
+/// Buffers for one row, reused from row to row.
+#[derive(Debug, Default)]
+pub struct Sampler {
+    /// Logits after masks, bias and penalties.
+    values: Vec<f32>,
+    /// Tokens that may be drawn, ascending.
+    kept: Vec<TokenId>,
+    /// Their weights: probabilities up to a common factor.
+    weights: Vec<f64>,
+    select: Vec<f32>,
+    order: Vec<TokenId>,
+}
+
+/// What the penalties of one request have to know about its tokens. Empty if it has no penalties.
+#[derive(Clone, Debug, Default)]
+pub struct TokenCounts {
+    active: bool,
+    /// Occurrences in the output, of every token of prompt or output.
+    counts: HashMap<TokenId, u32>,
+}
+
+/// Where a row stands in its request.
+#[derive(Clone, Copy, Debug)]
+pub struct RowContext<'a> {
+    /// The request's parameters.
+    pub params: &'a SamplingParams,
+    /// Its tokens so far.
+    pub counts: &'a TokenCounts,
+    /// End-of-sequence ids of the model; may not be drawn before `min_tokens`.
+    pub eos: &'a [TokenId],
+    /// Output tokens so far.
+    pub output_len: u32,
+    /// Absolute position of the token to be drawn.
+    pub position: u64,
+}
+
+/// Why no token can be drawn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SampleError {
+    /// The model computed nonsense.
+    #[error("the model's logits contain NaN or no finite maximum")]
+    NotFinite,
+    /// Masks and biases leave no token.
+    #[error("allowed_token_ids and min_tokens together leave no token to draw")]
+    NothingAllowed,
+}
+
+impl TokenCounts {
+    /// Counts for a request whose output is empty.
+    pub fn new(params: &SamplingParams, prompt: &[TokenId]) -> Self {
+        let active = params.repetition_penalty != 1.0
+            || params.frequency_penalty != 0.0
+            || params.presence_penalty != 0.0;
+        let seen = if active { prompt } else { &[] };
+        Self { active, counts: seen.iter().map(|&token| (token, 0)).collect() }
+    }
+
+    /// One more token of output.
+    pub fn push(&mut self, token: TokenId) {
+        if self.active {
+            *self.counts.entry(token).or_insert(0) += 1;
+        }
+    }
+}
+
+impl Sampler {
+    /// Chooses the next token from a row of logits.
+    ///
+    /// # Errors
+    /// [`SampleError`]; the request cannot go on.
+    pub fn sample(&mut self, row: &[f32], context: &RowContext<'_>) -> Result<OutputToken, SampleError> {
+        let max = finite_max(row).ok_or(SampleError::NotFinite)?;
+        let params = context.params;
+        let id = if is_greedy(params) && !changes_logits(context) {
+            first_at(row, max)
+        } else {
+            self.process(row, context);
+            let max = finite_max(&self.values).ok_or(SampleError::NothingAllowed)?;
+            if is_greedy(params) {
+                first_at(&self.values, max)
+            } else {
+                self.distribution(params, max);
+                let number = uniform(params.seed, params.choice, context.position);
+                draw(&self.kept, &self.weights, number).ok_or(SampleError::NothingAllowed)?
+            }
+        };
+        let logprobs = params.logprobs.map(|k| raw_logprobs(row, max, id, k as usize));
+        Ok(OutputToken { id, logprobs })
+    }
+
+    /// Fills `values`: masks, bias, penalties.
+    fn process(&mut self, row: &[f32], context: &RowContext<'_>) {
+        let params = context.params;
+        let values = &mut self.values;
+        values.clear();
+        match &params.allowed_token_ids {
+            None => values.extend_from_slice(row),
+            Some(allowed) => {
+                values.resize(row.len(), f32::NEG_INFINITY);
+                for &id in allowed {
+                    if let (Some(to), Some(&from)) = (values.get_mut(id as usize), row.get(id as usize)) {
+                        *to = from;
+                    }
+                }
+            }
+        }
+        if context.output_len < params.min_tokens {
+            for &id in context.eos.iter().chain(&params.stop_token_ids) {
+                set(values, id, |_| f32::NEG_INFINITY);
+            }
+        }
+        for &(id, bias) in &params.logit_bias {
+            set(values, id, |value| value + bias);
+        }
+        for (&id, &count) in &context.counts.counts {
+            set(values, id, |value| {
+                let r = params.repetition_penalty;
+                let value = if value > 0.0 { value / r } else { value * r };
+                let present = if count > 0 { params.presence_penalty } else { 0.0 };
+                value - params.frequency_penalty * count as f32 - present
+            });
+        }
+    }
+
+    /// Fills `kept` and `weights` from `values`, whose largest is `max`.
+    fn distribution(&mut self, params: &SamplingParams, max: f32) {
+        let values = self.values.as_slice();
+        let threshold = self.top_k_threshold(params.top_k as usize);
+        let values_and_ids = values.iter().zip(0..);
+        let temperature = f64::from(params.temperature.max(MIN_TEMPERATURE));
+        let (max, min_p) = (f64::from(max), f64::from(params.min_p));
+        self.kept.clear();
+        self.weights.clear();
+        for (&value, id) in values_and_ids {
+            if value < threshold || value == f32::NEG_INFINITY {
+                continue;
+            }
+            // The best token has weight 1, so min_p compares directly.
+            let weight = math::exp((f64::from(value) - max) / temperature);
+            if weight >= min_p {
+                self.kept.push(id);
+                self.weights.push(weight);
+            }
+        }
+        if params.top_p < 1.0 {
+            self.cut_top_p(f64::from(params.top_p));
+        }
+    }
+
+    /// The k-th largest value; ties with it stay.
+    fn top_k_threshold(&mut self, k: usize) -> f32 {
+        if k == 0 || k >= self.values.len() {
+            return f32::NEG_INFINITY;
+        }
+        self.select.clear();
+        self.select.extend_from_slice(&self.values);
+        *self.select.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a)).1
+    }
+
+    /// Keeps the smallest set of best tokens whose mass reaches `p`; of equal ones the lower ids.
+    fn cut_top_p(&mut self, p: f64) {
+        let wanted = p * self.weights.iter().sum::<f64>();
+        // Indices into `kept`, which are in order of id.
+        self.order.clear();
+        self.order.extend((0..).take(self.kept.len()));
+        let (kept, weights, values) = (&self.kept, &self.weights, &self.values);
+        let better = |a: &TokenId, b: &TokenId| -> Ordering {
+            let value = |i: &TokenId| values[kept[*i as usize] as usize];
+            value(b).total_cmp(&value(a)).then(a.cmp(b))
+        };
+        let mut sorted = FIRST_SORTED.min(self.order.len());
+        let cut = loop {
+            if sorted < self.order.len() {
+                self.order.select_nth_unstable_by(sorted, better);
+            }
+            self.order[..sorted].sort_unstable_by(better);
+            let mut above = 0.0;
+            let cut = self.order[..sorted].iter().position(|&i| {
+                let out = above >= wanted;
+                above += weights[i as usize];
+                out
+            });
+            match cut {
+                Some(cut) => break cut.max(1),
+                None if sorted == self.order.len() => break sorted,
+                None => sorted = (sorted * 8).min(self.order.len()),
+            }
+        };
+        self.order.truncate(cut);
+        self.order.sort_unstable();
+        for (to, &from) in self.order.iter().enumerate() {
+            self.kept[to] = self.kept[from as usize];
+            self.weights[to] = self.weights[from as usize];
+        }
+        self.kept.truncate(cut);
+        self.weights.truncate(cut);
+    }
+}
+
+/// The token at which the running sum of weights passes `number` times their sum.
+fn draw(kept: &[TokenId], weights: &[f64], number: f64) -> Option<TokenId> {
+    let target = number * weights.iter().sum::<f64>();
+    let mut sum = 0.0;
+    let passed = weights.iter().position(|weight| {
+        sum += weight;
+        sum > target
+    });
+    // The product may round up to the sum itself.
+    let index = passed.or_else(|| weights.iter().rposition(|&weight| weight > 0.0))?;
+    kept.get(index).copied()
+}
+
+/// Log-probabilities of the raw logits: that of `chosen` and the `k` best, ties by lower id.
+fn raw_logprobs(row: &[f32], max: f32, chosen: TokenId, k: usize) -> (Logprob, Vec<Logprob>) {
+    let wide_max = f64::from(max);
+    let sum: f64 = row.iter().map(|&x| math::exp(f64::from(x) - wide_max)).sum();
+    let norm = math::ln(sum);
+    let logprob = |value: f32| ((f64::from(value) - wide_max) - norm) as f32;
+
+    let mut best: Vec<(f32, TokenId)> = Vec::with_capacity(k.min(row.len()) + 1);
+    for (&value, id) in row.iter().zip(0..) {
+        if best.len() == k && best.last().is_none_or(|&(worst, _)| value <= worst) {
+            continue;
+        }
+        let at = best.partition_point(|&(other, _)| other >= value);
+        best.insert(at, (value, id));
+        best.truncate(k);
+    }
+    let mut rank = 0;
+    let mut last = f32::INFINITY;
+    let mut top = Vec::with_capacity(best.len());
+    for (&(value, token), place) in best.iter().zip(1..) {
+        if value < last {
+            rank = place;
+            last = value;
+        }
+        top.push(Logprob { token, logprob: logprob(value), rank });
+    }
+    let own = row.get(chosen as usize).copied().unwrap_or(f32::NEG_INFINITY);
+    let larger = row.iter().filter(|&&value| value > own).count();
+    let rank = u32::try_from(larger + 1).unwrap_or(u32::MAX);
+    (Logprob { token: chosen, logprob: logprob(own), rank }, top)
+}
+
+fn is_greedy(params: &SamplingParams) -> bool {
+    params.temperature < GREEDY_BELOW
+}
+
+fn changes_logits(context: &RowContext<'_>) -> bool {
+    context.params.allowed_token_ids.is_some()
+        || context.output_len < context.params.min_tokens
+        || !context.params.logit_bias.is_empty()
+        || context.counts.active
+}
+
+/// The largest value; none if it is infinite or a value is NaN.
+fn finite_max(row: &[f32]) -> Option<f32> {
+    // Lanes, because a single running maximum is a chain of dependent steps.
+    const LANES: usize = 16;
+    let mut max = [f32::NEG_INFINITY; LANES];
+    let mut nan = [false; LANES];
+    let chunks = row.chunks_exact(LANES);
+    let rest = chunks.remainder();
+    for chunk in chunks {
+        for ((max, nan), &value) in max.iter_mut().zip(&mut nan).zip(chunk) {
+            *max = if value > *max { value } else { *max };
+            *nan |= value.is_nan();
+        }
+    }
+    for ((max, nan), &value) in max.iter_mut().zip(&mut nan).zip(rest) {
+        *max = if value > *max { value } else { *max };
+        *nan |= value.is_nan();
+    }
+    let best = max.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    (best.is_finite() && !nan.contains(&true)).then_some(best)
+}
+
+/// Lowest id with this value.
+fn first_at(row: &[f32], value: f32) -> TokenId {
+    let index = row.iter().position(|&x| x == value).unwrap_or(0);
+    u32::try_from(index).unwrap_or(u32::MAX)
+}
+
+fn set(values: &mut [f32], id: TokenId, change: impl FnOnce(f32) -> f32) {
+    if let Some(value) = values.get_mut(id as usize) {
+        *value = change(*value);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,185 @@
+//! What a request may ask for. Every refusal names the field, its value and what is allowed.
+
+use crate::SamplingParams;
+use std::fmt::Display;
+use std::ops::RangeInclusive;
+use twinfer_protocol::{ApiError, ErrorKind, TokenId};
+
+/// Sizes that a request may not exceed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SamplingLimits {
+    /// Alternatives per token in `logprobs`.
+    pub max_logprobs: u32,
+    /// Strings in `stop`.
+    pub max_stop: usize,
+    /// Bytes of one string in `stop`.
+    pub max_stop_bytes: usize,
+    /// Entries of `stop_token_ids`.
+    pub max_stop_token_ids: usize,
+    /// Entries of `logit_bias`.
+    pub max_logit_bias: usize,
+}
+
+impl Default for SamplingLimits {
+    fn default() -> Self {
+        Self {
+            max_logprobs: 20,
+            max_stop: 64,
+            max_stop_bytes: 1024,
+            max_stop_token_ids: 256,
+            max_logit_bias: 4096,
+        }
+    }
+}
+
+impl SamplingParams {
+    /// Greedy, `max_tokens` tokens, nothing else: what a request means that asks for no more.
+    pub fn greedy(max_tokens: u32) -> Self {
+        Self {
+            temperature: 0.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            frequency_penalty: 0.0,
+            presence_penalty: 0.0,
+            logit_bias: Vec::new(),
+            allowed_token_ids: None,
+            seed: 0,
+            choice: 0,
+            max_tokens,
+            min_tokens: 0,
+            ignore_eos: false,
+            stop: Vec::new(),
+            stop_token_ids: Vec::new(),
+            include_stop_str_in_output: false,
+            logprobs: None,
+            skip_special_tokens: true,
+        }
+    }
+
+    /// Checks every range; `vocab` is the width of a logits row. NaN is in no range.
+    ///
+    /// # Errors
+    /// `InvalidRequest` with the field as `param`.
+    pub fn validate(&self, vocab: usize, limits: &SamplingLimits) -> Result<(), ApiError> {
+        in_range("temperature", self.temperature, 0.0..=f32::MAX, "finite numbers from 0")?;
+        if !(self.top_p > 0.0 && self.top_p <= 1.0) {
+            return Err(refuse("top_p", self.top_p, "above 0 and at most 1"));
+        }
+        in_range("min_p", self.min_p, 0.0..=1.0, "0 to 1")?;
+        in_range("repetition_penalty", self.repetition_penalty, 0.001..=1000.0, "0.001 to 1000")?;
+        in_range("frequency_penalty", self.frequency_penalty, -2.0..=2.0, "-2 to 2")?;
+        in_range("presence_penalty", self.presence_penalty, -2.0..=2.0, "-2 to 2")?;
+        if self.max_tokens == 0 {
+            return Err(refuse("max_tokens", 0, "at least 1"));
+        }
+        if self.min_tokens > self.max_tokens {
+            let allowed = format!("0 to max_tokens, which is {}", self.max_tokens);
+            return Err(refuse("min_tokens", self.min_tokens, &allowed));
+        }
+        if let Some(k) = self.logprobs.filter(|&k| k > limits.max_logprobs) {
+            return Err(refuse("logprobs", k, &format!("0 to {}", limits.max_logprobs)));
+        }
+        self.validate_ids(vocab, limits)?;
+        self.validate_stops(limits)
+    }
+
+    fn validate_ids(&self, vocab: usize, limits: &SamplingLimits) -> Result<(), ApiError> {
+        at_most("logit_bias", self.logit_bias.len(), limits.max_logit_bias, "entries")?;
+        for &(id, bias) in &self.logit_bias {
+            check_id("logit_bias", id, vocab)?;
+            in_range(&format!("logit_bias[{id}]"), bias, -100.0..=100.0, "-100 to 100")
+                .map_err(|error| error.with_param("logit_bias"))?;
+        }
+        at_most("stop_token_ids", self.stop_token_ids.len(), limits.max_stop_token_ids, "entries")?;
+        for &id in &self.stop_token_ids {
+            check_id("stop_token_ids", id, vocab)?;
+        }
+        if let Some(allowed) = &self.allowed_token_ids {
+            if allowed.is_empty() {
+                return Err(refuse("allowed_token_ids", "[]", "lists of at least one token id"));
+            }
+            at_most("allowed_token_ids", allowed.len(), vocab, "entries")?;
+            for &id in allowed {
+                check_id("allowed_token_ids", id, vocab)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn validate_stops(&self, limits: &SamplingLimits) -> Result<(), ApiError> {
+        at_most("stop", self.stop.len(), limits.max_stop, "strings")?;
+        for (index, stop) in self.stop.iter().enumerate() {
+            if stop.is_empty() || stop.len() > limits.max_stop_bytes {
+                let message = format!(
+                    "stop[{index}] has {} bytes; allowed are 1 to {}",
+                    stop.len(),
+                    limits.max_stop_bytes
+                );
+                return Err(ApiError::invalid("stop", message));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Checks that a prompt has tokens and that the model has an embedding row for each.
+///
+/// # Errors
+/// `InvalidRequest` with `prompt` as `param`.
+pub fn check_prompt(prompt: &[TokenId], vocab: usize) -> Result<(), ApiError> {
+    if prompt.is_empty() {
+        return Err(ApiError::invalid("prompt", "the prompt has 0 tokens; at least 1 is needed"));
+    }
+    prompt.iter().try_for_each(|&id| check_id("prompt", id, vocab))
+}
+
+/// Checks that prompt and output together fit `max_len` tokens.
+///
+/// # Errors
+/// `ContextLengthExceeded` with the numbers, blaming the prompt if it leaves no room for one token,
+/// else `max_tokens`.
+pub fn check_length(prompt_len: usize, max_tokens: u32, max_len: u32) -> Result<(), ApiError> {
+    let room = (max_len as usize).saturating_sub(prompt_len);
+    let (param, message) = if room == 0 {
+        let message = format!(
+            "the prompt has {prompt_len} tokens; the context is {max_len} tokens, prompt and output \
+             together, so a prompt may have at most {}",
+            max_len.saturating_sub(1)
+        );
+        ("prompt", message)
+    } else if max_tokens as usize > room {
+        let message = format!(
+            "max_tokens is {max_tokens}; the prompt has {prompt_len} tokens and the context is {max_len} \
+             tokens, prompt and output together, so at most {room} are left"
+        );
+        ("max_tokens", message)
+    } else {
+        return Ok(());
+    };
+    Err(ApiError::new(ErrorKind::ContextLengthExceeded, message).with_param(param))
+}
+
+fn check_id(param: &str, id: TokenId, vocab: usize) -> Result<(), ApiError> {
+    if (id as usize) < vocab {
+        return Ok(());
+    }
+    let allowed = format!("0 to {}", vocab.saturating_sub(1));
+    Err(ApiError::invalid(param, format!("{param} contains token id {id}; allowed are {allowed}")))
+}
+
+fn in_range(param: &str, value: f32, range: RangeInclusive<f32>, allowed: &str) -> Result<(), ApiError> {
+    if range.contains(&value) { Ok(()) } else { Err(refuse(param, value, allowed)) }
+}
+
+fn at_most(param: &str, len: usize, limit: usize, what: &str) -> Result<(), ApiError> {
+    if len <= limit {
+        return Ok(());
+    }
+    Err(ApiError::invalid(param, format!("{param} has {len} {what}; allowed are at most {limit}")))
+}
+
+fn refuse(param: &str, value: impl Display, allowed: &str) -> ApiError {
+    ApiError::invalid(param, format!("{param} is {value}; allowed are {allowed}"))
+}
