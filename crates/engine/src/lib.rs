@@ -3,5 +3,14 @@
 #![forbid(unsafe_code)]
 
 pub mod api;
+pub mod blocks;
+mod core;
+mod generate;
+pub mod output;
+pub mod sampler;
+pub mod scheduler;
 
 pub use api::*;
+pub use core::Engine;
+pub use generate::{GenerateError, Generated, generate};
+pub use sampler::{SamplingLimits, check_length, check_prompt};

@@ -147,14 +147,12 @@ impl Sampler {
 
     /// Fills `kept` and `weights` from `values`, whose largest is `max`.
     fn distribution(&mut self, params: &SamplingParams, max: f32) {
-        let values = self.values.as_slice();
         let threshold = self.top_k_threshold(params.top_k as usize);
-        let values_and_ids = values.iter().zip(0..);
         let temperature = f64::from(params.temperature.max(MIN_TEMPERATURE));
         let (max, min_p) = (f64::from(max), f64::from(params.min_p));
         self.kept.clear();
         self.weights.clear();
-        for (&value, id) in values_and_ids {
+        for (&value, id) in self.values.iter().zip(0..) {
             if value < threshold || value == f32::NEG_INFINITY {
                 continue;
             }

@@ -1,0 +1,125 @@
+//! Requests run to their end in this thread, without HTTP.
+
+use crate::{Engine, Event, ExecError, Finish, FinishReason, KvSource, OutputToken, Request, RequestId};
+use std::collections::HashMap;
+use twinfer_protocol::{ApiError, ErrorKind, TokenId};
+
+/// What became of one request.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Generated {
+    /// Request.
+    pub id: RequestId,
+    /// Output tokens, stop tokens too, with log-probabilities if asked for.
+    pub tokens: Vec<OutputToken>,
+    /// Text of them, cut at a stop text.
+    pub text: String,
+    /// How it ended.
+    pub finish: Finish,
+}
+
+/// Why a run ended early.
+#[derive(Debug, thiserror::Error)]
+pub enum GenerateError {
+    /// The engine refused a request.
+    #[error("request {}: {error}", id.0)]
+    Refused {
+        /// The request.
+        id: RequestId,
+        /// Why.
+        error: ApiError,
+    },
+    /// The engine cannot go on.
+    #[error(transparent)]
+    Exec(#[from] ExecError),
+    /// Blocks are held or fetched into by others, so that nothing moves.
+    #[error("{0} requests cannot go on: all KV blocks are kept by others")]
+    Stuck(usize),
+}
+
+impl Generated {
+    /// Ids of the output tokens.
+    pub fn token_ids(&self) -> Vec<TokenId> {
+        self.tokens.iter().map(|token| token.id).collect()
+    }
+}
+
+/// Runs `requests` to their end, at most `concurrency` of them (0 counts as 1) inside the engine at a
+/// time, and returns their results in the order of the requests. `each` sees every result as it comes,
+/// for progress displays.
+///
+/// Requests compute their prompts here and hold no KV. The engine is idle before and afterwards; after
+/// an error, requests may remain in it.
+///
+/// # Errors
+/// The first refused request, a failed step, or a standstill.
+pub fn generate(
+    engine: &mut Engine,
+    requests: Vec<Request>,
+    concurrency: usize,
+    mut each: impl FnMut(&Generated),
+) -> Result<Vec<Generated>, GenerateError> {
+    let mut places = HashMap::with_capacity(requests.len());
+    let mut results: Vec<Option<Generated>> = Vec::with_capacity(requests.len());
+    for (place, request) in requests.iter().enumerate() {
+        let refuse = |kind, message: &str| GenerateError::Refused {
+            id: request.id,
+            error: ApiError::new(kind, message),
+        };
+        if request.kv != KvSource::Compute || request.hold_kv {
+            return Err(refuse(ErrorKind::InvalidRequest, "KV is neither fetched nor held here"));
+        }
+        if places.insert(request.id, place).is_some() {
+            return Err(refuse(ErrorKind::Internal, "the id is in use"));
+        }
+        results.push(None);
+    }
+    let mut queue = requests.into_iter();
+    let mut open: HashMap<RequestId, Generated> = HashMap::new();
+    let mut ready = queue.next();
+    while ready.is_some() || !open.is_empty() {
+        while open.len() < concurrency.max(1)
+            && let Some(request) = ready.take()
+        {
+            let id = request.id;
+            match engine.submit(request.clone()) {
+                Ok(()) => {}
+                Err(error) if error.kind == ErrorKind::Overloaded && !open.is_empty() => {
+                    ready = Some(request);
+                    break;
+                }
+                Err(error) => return Err(GenerateError::Refused { id, error }),
+            }
+            open.insert(id, Generated::empty(id));
+            ready = queue.next();
+        }
+        if !engine.has_work() {
+            return Err(GenerateError::Stuck(open.len()));
+        }
+        for event in engine.step()? {
+            let Event::Output { id, tokens, text, finish } = event else { continue };
+            let Some(result) = open.get_mut(&id) else { continue };
+            result.tokens.extend(tokens);
+            result.text.push_str(&text);
+            if let Some(finish) = finish {
+                result.finish = finish;
+                if let (Some(result), Some(&place)) = (open.remove(&id), places.get(&id)) {
+                    each(&result);
+                    results[place] = Some(result);
+                }
+            }
+        }
+    }
+    Ok(results.into_iter().flatten().collect())
+}
+
+impl Generated {
+    fn empty(id: RequestId) -> Self {
+        let finish = Finish {
+            reason: FinishReason::Abort,
+            sources: Default::default(),
+            output_tokens: 0,
+            held: None,
+        };
+        Self { id, tokens: Vec::new(), text: String::new(), finish }
+    }
+}
