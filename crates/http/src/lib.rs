@@ -1,2 +1,36 @@
-//! Placeholder.
+//! What worker and router share of HTTP/1.1: listeners and limits, graceful drain, keys, errors as
+//! responses and as events, server-sent events in both directions, a client for peers, metrics.
 #![forbid(unsafe_code)]
+
+mod body;
+mod client;
+mod connect;
+mod drain;
+mod endpoint;
+mod error;
+mod json;
+mod listen;
+mod metrics;
+mod secret;
+mod serve;
+pub mod sse;
+
+pub use body::{BodyEnd, CancelGuard, TrackedBody};
+pub use client::{ClientOptions, PeerClient, TransportError, collect_body, next_chunk};
+pub use drain::{Drain, DrainEnd, DrainState, InFlight};
+pub use endpoint::{AddressError, Endpoint, Host, HostPort};
+pub use error::{HttpError, error_response, with_fallbacks};
+pub use json::{DEFAULT_BODY_LIMIT, parse_json, read_body, read_json};
+pub use listen::{BindError, Listener};
+pub use metrics::{
+    GaugeGuard, METRICS_CONTENT_TYPE, Metrics, SECONDS_INTER_TOKEN, SECONDS_REQUEST, SECONDS_TTFT,
+    TOKENS,
+};
+pub use prometheus_client::metrics::{
+    counter::Counter, family::Family, gauge::Gauge, histogram::Histogram,
+};
+pub use secret::{Secret, SecretError, check_bearer};
+pub use serve::{ServeOptions, is_control_path, serve};
+
+/// Any error of a body or a service.
+pub type BoxError = Box<dyn std::error::Error + Send + Sync>;

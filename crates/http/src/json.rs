@@ -1,0 +1,171 @@
+use crate::BoxError;
+use bytes::{Bytes, BytesMut};
+use http::HeaderMap;
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE};
+use http_body::Body;
+use http_body_util::BodyExt;
+use serde::de::DeserializeOwned;
+use std::pin::pin;
+use std::time::Duration;
+use tokio::time::{Instant, timeout_at};
+use twinfer_protocol::{ApiError, ErrorKind};
+
+/// Largest request body unless configured: 32 MiB.
+pub const DEFAULT_BODY_LIMIT: u64 = 32 << 20;
+
+/// Reads a body whole: at most `limit` bytes, within `timeout`.
+///
+/// # Errors
+/// [`ErrorKind::PayloadTooLarge`] before anything is read if Content-Length says so,
+/// [`ErrorKind::RequestTimeout`], or [`ErrorKind::InvalidRequest`] if the body breaks off.
+pub async fn read_body<B>(
+    headers: &HeaderMap,
+    body: B,
+    limit: u64,
+    timeout: Duration,
+) -> Result<Bytes, ApiError>
+where
+    B: Body<Data = Bytes>,
+    B::Error: Into<BoxError>,
+{
+    let too_large = |size: &str| {
+        let message = format!("the body has {size} bytes; allowed are {limit}");
+        ApiError::new(ErrorKind::PayloadTooLarge, message)
+    };
+    let declared = headers
+        .get(CONTENT_LENGTH)
+        .and_then(|v| v.to_str().ok())
+        .and_then(|v| v.parse::<u64>().ok());
+    if let Some(length) = declared.filter(|&n| n > limit) {
+        return Err(too_large(&length.to_string()));
+    }
+    let deadline = Instant::now() + timeout;
+    let mut body = pin!(body);
+    let mut first: Option<Bytes> = None;
+    let mut rest = BytesMut::new();
+    loop {
+        let frame = match timeout_at(deadline, body.frame()).await {
+            Ok(Some(Ok(frame))) => frame,
+            Ok(Some(Err(_))) => {
+                return Err(ApiError::new(
+                    ErrorKind::InvalidRequest,
+                    "the request body broke off",
+                ));
+            }
+            Ok(None) => break,
+            Err(_) => {
+                let message = format!(
+                    "the request body did not arrive within {} s",
+                    timeout.as_secs_f64()
+                );
+                return Err(ApiError::new(ErrorKind::RequestTimeout, message));
+            }
+        };
+        let Ok(data) = frame.into_data() else {
+            continue;
+        };
+        let have = first.as_ref().map_or(rest.len(), Bytes::len) as u64;
+        if have + data.len() as u64 > limit {
+            return Err(too_large(&format!("more than {limit}")));
+        }
+        match first.take() {
+            None if rest.is_empty() => first = Some(data),
+            None => rest.extend_from_slice(&data),
+            Some(start) => {
+                rest.reserve(
+                    declared
+                        .and_then(|n| usize::try_from(n).ok())
+                        .unwrap_or(0)
+                        .max(start.len() + data.len()),
+                );
+                rest.extend_from_slice(&start);
+                rest.extend_from_slice(&data);
+            }
+        }
+    }
+    Ok(first.unwrap_or_else(|| rest.freeze()))
+}
+
+/// Reads a JSON object; the raw bytes come with it, for those who pass them on.
+///
+/// # Errors
+/// Those of [`read_body`] and [`parse_json`], and [`ErrorKind::UnsupportedMediaType`] for a content
+/// type other than JSON (none at all is taken for JSON).
+pub async fn read_json<T, B>(
+    headers: &HeaderMap,
+    body: B,
+    limit: u64,
+    timeout: Duration,
+) -> Result<(T, Bytes), ApiError>
+where
+    T: DeserializeOwned,
+    B: Body<Data = Bytes>,
+    B::Error: Into<BoxError>,
+{
+    check_content_type(headers)?;
+    let bytes = read_body(headers, body, limit, timeout).await?;
+    let value = parse_json(&bytes)?;
+    Ok((value, bytes))
+}
+
+/// Parses a JSON object.
+///
+/// # Errors
+/// [`ErrorKind::InvalidRequest`]: empty, not UTF-8, not JSON (with line and column), not an object, or
+/// a field of the wrong type.
+pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
+    let invalid = |message: String| ApiError::new(ErrorKind::InvalidRequest, message);
+    let text = std::str::from_utf8(bytes).map_err(|e| {
+        invalid(format!(
+            "the body is not UTF-8: byte {} is wrong",
+            e.valid_up_to()
+        ))
+    })?;
+    let kind = match text.trim_start().bytes().next() {
+        None => {
+            return Err(invalid(
+                "the body is empty; it must be a JSON object".to_owned(),
+            ));
+        }
+        Some(b'{') => None,
+        Some(b'[') => Some("a list"),
+        Some(b'"') => Some("a string"),
+        Some(b't' | b'f') => Some("a boolean"),
+        Some(b'n') => Some("null"),
+        Some(b'-' | b'0'..=b'9') => Some("a number"),
+        Some(_) => None,
+    };
+    if let Some(kind) = kind {
+        return Err(invalid(format!(
+            "the body is {kind}; it must be a JSON object"
+        )));
+    }
+    serde_json::from_str(text).map_err(|e| {
+        if e.is_data() {
+            invalid(format!("the body has a wrong field: {e}"))
+        } else {
+            invalid(format!("the body is not JSON: {e}"))
+        }
+    })
+}
+
+fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
+    let Some(value) = headers.get(CONTENT_TYPE) else {
+        return Ok(());
+    };
+    let text = value.to_str().unwrap_or("");
+    let essence = text
+        .split(';')
+        .next()
+        .unwrap_or("")
+        .trim()
+        .to_ascii_lowercase();
+    if essence == "application/json"
+        || (essence.starts_with("application/") && essence.ends_with("+json"))
+    {
+        return Ok(());
+    }
+    let shown: String = essence.chars().take(100).collect();
+    let message = format!("content-type is {shown:?}; allowed is application/json");
+    Err(ApiError::new(ErrorKind::UnsupportedMediaType, message))
+}

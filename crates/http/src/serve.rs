@@ -1,0 +1,314 @@
+use crate::error::error_events;
+use crate::{BoxError, Drain, DrainState, InFlight, Listener, error_response};
+use bytes::Bytes;
+use http::header::{CONNECTION, CONTENT_TYPE};
+use http::{HeaderValue, Request, Response};
+use http_body::{Body, Frame, SizeHint};
+use http_body_util::{Either, Full};
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use std::convert::Infallible;
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+use tokio::net::TcpStream;
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+use tokio_util::sync::WaitForCancellationFutureOwned;
+use tower::{Service, ServiceExt};
+
+/// After [`DrainState::Closed`] connections have this long to send what is in their buffers.
+const CLOSE: Duration = Duration::from_millis(500);
+/// Pause after a failed accept (no descriptors left).
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// Limits of a listener.
+#[derive(Clone, Copy, Debug)]
+pub struct ServeOptions {
+    /// Bytes of request line and headers together; more is 431.
+    pub max_header_bytes: usize,
+    /// Number of headers; more is 431.
+    pub max_headers: usize,
+    /// A connection is closed when this passes without a complete request head, idle ones included.
+    pub header_timeout: Duration,
+    /// Connections at the same time; further ones wait to be accepted.
+    pub max_connections: usize,
+    /// Paths that are served in every state and not counted as in flight.
+    pub is_control: fn(&str) -> bool,
+}
+
+impl Default for ServeOptions {
+    fn default() -> Self {
+        Self {
+            max_header_bytes: 64 << 10,
+            max_headers: 128,
+            header_timeout: Duration::from_secs(30),
+            max_connections: 8192,
+            is_control: is_control_path,
+        }
+    }
+}
+
+/// Health, readiness, metrics and peer routes: needed while draining.
+pub fn is_control_path(path: &str) -> bool {
+    matches!(path, "/health" | "/ready" | "/metrics") || path.starts_with("/twinfer/")
+}
+
+/// Serves HTTP/1.1 until the drain is closed.
+///
+/// Requests are counted in `drain` until their response body has ended. From
+/// [`DrainState::Draining`] on they get 503 with Retry-After. When the drain's deadline has passed, a
+/// handler that has not answered is dropped and its client gets 503; an event stream (content type
+/// `text/event-stream`) gets an event with the error and `[DONE]` behind the last whole event; any
+/// other body is broken off. Bodies of event streams must therefore yield whole events.
+///
+/// A handler's future and a response's body are dropped as soon as the client's connection closes.
+pub async fn serve<S, B>(listener: Listener, service: S, options: ServeOptions, drain: Drain)
+where
+    S: Service<Request<Incoming>, Response = Response<B>, Error = Infallible>
+        + Clone
+        + Send
+        + 'static,
+    S::Future: Send,
+    B: Body<Data = Bytes> + Send + Unpin + 'static,
+    B::Error: Into<BoxError>,
+{
+    let slots = Arc::new(Semaphore::new(
+        options.max_connections.min(Semaphore::MAX_PERMITS),
+    ));
+    let mut connections = JoinSet::new();
+    let mut closed = pin!(drain.reached(DrainState::Closed));
+    loop {
+        let accepted = async {
+            let slot = Arc::clone(&slots).acquire_owned().await;
+            (listener.inner.accept().await, slot)
+        };
+        tokio::select! {
+            biased;
+            () = &mut closed => break,
+            Some(_) = connections.join_next() => {}
+            (accepted, slot) = accepted => match accepted {
+                Ok((stream, _)) => {
+                    let connection = connection(stream, service.clone(), options, drain.clone());
+                    connections.spawn(async move {
+                        connection.await;
+                        drop(slot);
+                    });
+                }
+                Err(error) => {
+                    tracing::warn!(%error, addr = %listener.addr(), "accept failed");
+                    sleep(ACCEPT_PAUSE).await;
+                }
+            },
+        }
+    }
+    drop(listener);
+    let _ = timeout(CLOSE, async {
+        while connections.join_next().await.is_some() {}
+    })
+    .await;
+    connections.shutdown().await;
+}
+
+async fn connection<S, B>(stream: TcpStream, service: S, options: ServeOptions, drain: Drain)
+where
+    S: Service<Request<Incoming>, Response = Response<B>, Error = Infallible>
+        + Clone
+        + Send
+        + 'static,
+    S::Future: Send,
+    B: Body<Data = Bytes> + Send + Unpin + 'static,
+    B::Error: Into<BoxError>,
+{
+    // Without NODELAY each small event waits for the acknowledgement of the one before.
+    if stream.set_nodelay(true).is_err() {
+        return;
+    }
+    let counted = drain.clone();
+    let handler = service_fn(move |request: Request<Incoming>| {
+        let (service, drain) = (service.clone(), counted.clone());
+        async move { Ok::<_, Infallible>(answer(service, request, options, &drain).await) }
+    });
+    let mut builder = http1::Builder::new();
+    builder
+        .timer(TokioTimer::new())
+        .header_read_timeout(options.header_timeout)
+        .max_headers(options.max_headers)
+        .max_header_size(options.max_header_bytes);
+    let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), handler));
+    let mut closed = pin!(drain.reached(DrainState::Closed));
+    let ended = tokio::select! {
+        ended = &mut connection => ended,
+        () = &mut closed => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = ended {
+        tracing::debug!(%error, "connection ended");
+    }
+}
+
+type Answer<B> = Response<Either<DrainBody<B>, Full<Bytes>>>;
+
+async fn answer<S, B>(
+    service: S,
+    request: Request<Incoming>,
+    options: ServeOptions,
+    drain: &Drain,
+) -> Answer<B>
+where
+    S: Service<Request<Incoming>, Response = Response<B>, Error = Infallible>,
+    B: Body<Data = Bytes> + Unpin,
+    B::Error: Into<BoxError>,
+{
+    if (options.is_control)(request.uri().path()) {
+        let Ok(response) = service.oneshot(request).await;
+        return response.map(|body| Either::Left(DrainBody::control(body)));
+    }
+    let refuse = || {
+        let mut response = error_response::<Full<Bytes>>(&drain.refusal()).map(Either::Right);
+        response
+            .headers_mut()
+            .insert(CONNECTION, HeaderValue::from_static("close"));
+        response
+    };
+    let Ok(guard) = drain.enter() else {
+        return refuse();
+    };
+    let response = tokio::select! {
+        response = service.oneshot(request) => match response {
+            Ok(response) => response,
+            Err(never) => match never {},
+        },
+        () = drain.expired() => return refuse(),
+    };
+    let events = response
+        .headers()
+        .get(CONTENT_TYPE)
+        .is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"));
+    response.map(|body| Either::Left(DrainBody::counted(body, events, drain, guard)))
+}
+
+/// A response body under a drain: counted while it lasts, ended at the deadline.
+struct DrainBody<B> {
+    inner: Option<B>,
+    watch: Option<Watch>,
+}
+
+struct Watch {
+    /// Dropped with the body: the request is in flight until then.
+    _guard: InFlight,
+    drain: Drain,
+    expired: Pin<Box<WaitForCancellationFutureOwned>>,
+    events: bool,
+    tail: Tail,
+}
+
+/// The last bytes that were sent, to know whether an event is whole.
+#[derive(Clone, Copy, Default)]
+struct Tail([u8; 2]);
+
+impl Tail {
+    fn push(&mut self, data: &[u8]) {
+        // CR LF counts as LF: two line ends in a row end an event.
+        for &byte in data
+            .iter()
+            .filter(|&&b| b != b'\r')
+            .rev()
+            .take(2)
+            .collect::<Vec<_>>()
+            .into_iter()
+            .rev()
+        {
+            self.0 = [self.0[1], byte];
+        }
+    }
+
+    fn is_boundary(self) -> bool {
+        self.0 == [0; 2] || self.0 == *b"\n\n"
+    }
+}
+
+impl<B: Body<Data = Bytes> + Unpin> DrainBody<B> {
+    fn control(inner: B) -> Self {
+        Self {
+            inner: Some(inner),
+            watch: None,
+        }
+    }
+
+    fn counted(inner: B, events: bool, drain: &Drain, guard: InFlight) -> Self {
+        let watch = Watch {
+            _guard: guard,
+            drain: drain.clone(),
+            expired: Box::pin(drain.expired()),
+            events,
+            tail: Tail::default(),
+        };
+        Self {
+            inner: Some(inner),
+            watch: Some(watch),
+        }
+    }
+}
+
+impl<B> Body for DrainBody<B>
+where
+    B: Body<Data = Bytes> + Unpin,
+    B::Error: Into<BoxError>,
+{
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let this = &mut *self;
+        let Some(inner) = &mut this.inner else {
+            return Poll::Ready(None);
+        };
+        let mut expired = false;
+        if let Some(watch) = &mut this.watch {
+            expired = watch.expired.as_mut().poll(cx).is_ready();
+            if expired && watch.events && watch.tail.is_boundary() && !inner.is_end_stream() {
+                let last = error_events(&watch.drain.refusal());
+                this.inner = None;
+                return Poll::Ready(Some(Ok(Frame::data(last))));
+            }
+        }
+        match Pin::new(inner).poll_frame(cx) {
+            Poll::Ready(Some(Ok(frame))) => {
+                if let (Some(watch), Some(data)) = (&mut this.watch, frame.data_ref()) {
+                    watch.tail.push(data);
+                }
+                Poll::Ready(Some(Ok(frame)))
+            }
+            Poll::Ready(Some(Err(error))) => Poll::Ready(Some(Err(error.into()))),
+            Poll::Ready(None) => {
+                this.inner = None;
+                Poll::Ready(None)
+            }
+            Poll::Pending if expired => {
+                this.inner = None;
+                Poll::Ready(Some(Err("the process is shutting down".into())))
+            }
+            Poll::Pending => Poll::Pending,
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.inner.as_ref().is_none_or(Body::is_end_stream)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.inner
+            .as_ref()
+            .map_or(SizeHint::with_exact(0), Body::size_hint)
+    }
+}
