@@ -1,0 +1,278 @@
+//! Which KV channels an importer may dial. Pure: names are compared as they were written, and resolved
+//! only after they were allowed.
+
+use std::fmt;
+use std::net::IpAddr;
+use twinfer_protocol::{ApiError, ErrorKind};
+
+/// Host and port of a KV channel.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Peer {
+    /// Name or address, without brackets.
+    pub host: String,
+    /// Port, not 0.
+    pub port: u16,
+}
+
+/// What `--pd-peers` says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PeerList {
+    /// None: any port of loopback.
+    listed: Option<Vec<Peer>>,
+    keyed: bool,
+}
+
+/// An entry of `--pd-peers` that is no `host:port`.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("pd-peers has {entry:?}: {what}")]
+pub struct PeerListError {
+    entry: String,
+    what: &'static str,
+}
+
+impl Peer {
+    /// Reads `host:port`; an IPv6 address stands in brackets.
+    pub fn parse(text: &str) -> Result<Self, PeerListError> {
+        let bad = |what| PeerListError {
+            entry: text.to_owned(),
+            what,
+        };
+        let (host, port) = text
+            .rsplit_once(':')
+            .ok_or_else(|| bad("allowed is host:port"))?;
+        let bracketed = host
+            .strip_prefix('[')
+            .and_then(|host| host.strip_suffix(']'));
+        let host = bracketed.unwrap_or(host);
+        if host.contains(':') != bracketed.is_some() {
+            return Err(bad(
+                "an IPv6 address, and only that, stands in brackets, as in [::1]:8500",
+            ));
+        }
+        let port = port.parse().ok().filter(|&port| port != 0);
+        let port = port.ok_or_else(|| bad("the port must be from 1 to 65535"))?;
+        let peer = Self {
+            host: canonical(host),
+            port,
+        };
+        if peer.host.is_empty()
+            || peer.host.len() > 253
+            || peer.host.contains(|c: char| c.is_whitespace() || c == '/')
+        {
+            return Err(bad("the host must be a name or an address"));
+        }
+        if peer
+            .address()
+            .is_some_and(|address| address.is_unspecified())
+        {
+            return Err(bad("a wildcard address cannot be dialled"));
+        }
+        Ok(peer)
+    }
+
+    /// The address, if the host is one or is `localhost`.
+    pub(crate) fn address(&self) -> Option<IpAddr> {
+        address(&self.host)
+    }
+
+    pub(crate) fn is_loopback(&self) -> bool {
+        self.address().is_some_and(|address| address.is_loopback())
+    }
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.host.contains(':') {
+            true => write!(f, "[{}]:{}", self.host, self.port),
+            false => write!(f, "{}:{}", self.host, self.port),
+        }
+    }
+}
+
+impl PeerList {
+    /// `entries` empty: any peer on loopback, none elsewhere. Without a peer key entries elsewhere are
+    /// kept, but refused when they are used.
+    pub fn new(entries: &[String], keyed: bool) -> Result<Self, PeerListError> {
+        let peers: Vec<Peer> = entries
+            .iter()
+            .map(|entry| Peer::parse(entry.trim()))
+            .collect::<Result<_, _>>()?;
+        Ok(Self {
+            listed: (!peers.is_empty()).then_some(peers),
+            keyed,
+        })
+    }
+
+    /// The peer, if it may be dialled.
+    ///
+    /// Errors: [`ErrorKind::KvParamsForbidden`].
+    pub fn allow(&self, host: &str, port: u16) -> Result<Peer, ApiError> {
+        let peer = Peer {
+            host: canonical(host),
+            port,
+        };
+        let listed = match &self.listed {
+            Some(listed) => listed.contains(&peer),
+            None => peer.port != 0 && peer.is_loopback(),
+        };
+        if !listed {
+            return Err(forbidden(match self.listed {
+                Some(_) => "names a peer that --pd-peers does not list",
+                None => "names a peer that is not on loopback, and --pd-peers lists none",
+            }));
+        }
+        // A name may still turn out to be elsewhere: the one who dials checks again.
+        if !self.keyed && peer.address().is_some_and(|address| !address.is_loopback()) {
+            return Err(forbidden(
+                "names a peer that is not on loopback, and this instance has no peer key",
+            ));
+        }
+        Ok(peer)
+    }
+}
+
+fn forbidden(what: &str) -> ApiError {
+    let param = "kv_transfer_params.remote_host";
+    ApiError::new(ErrorKind::KvParamsForbidden, format!("{param} {what}")).with_param(param)
+}
+
+/// One spelling per host.
+fn canonical(host: &str) -> String {
+    match host.parse::<IpAddr>() {
+        Ok(address) => address.to_canonical().to_string(),
+        Err(_) => host.to_ascii_lowercase(),
+    }
+}
+
+fn address(host: &str) -> Option<IpAddr> {
+    match host {
+        "localhost" => Some(IpAddr::from([127, 0, 0, 1])),
+        _ => host.parse().ok(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn list(entries: &[&str], keyed: bool) -> PeerList {
+        let entries: Vec<String> = entries.iter().map(|&entry| entry.to_owned()).collect();
+        PeerList::new(&entries, keyed).unwrap()
+    }
+
+    fn allowed(list: &PeerList, host: &str, port: u16) -> bool {
+        match list.allow(host, port) {
+            Ok(_) => true,
+            Err(error) => {
+                assert_eq!(error.kind, ErrorKind::KvParamsForbidden);
+                false
+            }
+        }
+    }
+
+    #[test]
+    fn without_a_list_only_loopback_is_dialled() {
+        for keyed in [true, false] {
+            let list = list(&[], keyed);
+            for host in [
+                "127.0.0.1",
+                "127.9.9.9",
+                "::1",
+                "localhost",
+                "LOCALHOST",
+                "::ffff:127.0.0.1",
+            ] {
+                assert!(allowed(&list, host, 9), "{host}");
+            }
+            for host in [
+                "169.254.169.254",
+                "10.0.0.1",
+                "0.0.0.0",
+                "::",
+                "example.org",
+                "",
+                "127.0.0.1.example.org",
+                "127.1",
+                "2130706433",
+                "0x7f000001",
+                "::ffff:10.0.0.1",
+                "[::1]",
+                "127.0.0.1:80",
+                " 127.0.0.1",
+                "localhost.",
+            ] {
+                assert!(!allowed(&list, host, 9), "{host}");
+            }
+            assert!(!allowed(&list, "127.0.0.1", 0));
+        }
+    }
+
+    #[test]
+    fn with_a_list_only_its_entries_are_dialled() {
+        let list = list(
+            &["10.0.0.1:7000", " P.Example.org:7001 ", "[fd00::1]:7002"],
+            true,
+        );
+        assert!(allowed(&list, "10.0.0.1", 7000));
+        assert!(allowed(&list, "p.example.ORG", 7001));
+        assert!(allowed(&list, "fd00:0::1", 7002));
+        for (host, port) in [
+            ("10.0.0.1", 7001),
+            ("127.0.0.1", 22),
+            ("localhost", 7000),
+            ("10.0.0.10", 7000),
+        ] {
+            assert!(!allowed(&list, host, port), "{host}:{port}");
+        }
+    }
+
+    #[test]
+    fn without_a_key_a_listed_peer_elsewhere_is_refused() {
+        assert!(!allowed(&list(&["10.0.0.1:7000"], false), "10.0.0.1", 7000));
+        assert!(allowed(
+            &list(&["127.0.0.1:7000"], false),
+            "127.0.0.1",
+            7000
+        ));
+    }
+
+    #[test]
+    fn entries_that_are_no_peer_are_named() {
+        for bad in [
+            "",
+            "host",
+            "host:",
+            "host:0",
+            "host:65536",
+            ":1",
+            "::1:80",
+            "[host]:80",
+            "0.0.0.0:1",
+            "[::]:1",
+            "a b:1",
+            "http://a:1",
+        ] {
+            let error = PeerList::new(&[bad.to_owned()], true).unwrap_err();
+            assert!(error.to_string().contains(&format!("{bad:?}")), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_peer_is_written_as_it_is_read() {
+        for text in ["10.0.0.1:7000", "[fd00::1]:7002", "host:1"] {
+            assert_eq!(Peer::parse(text).unwrap().to_string(), text);
+        }
+    }
+
+    proptest! {
+        /// Whatever is asked for, without a list only loopback comes out.
+        #[test]
+        fn nothing_but_loopback_comes_out(host in "[0-9a-f:.%x]{0,24}|.{0,24}", port in any::<u16>()) {
+            if let Ok(peer) = list(&[], true).allow(&host, port) {
+                prop_assert!(peer.address().is_some_and(|address| address.is_loopback()) && peer.port != 0);
+            }
+            let _ = Peer::parse(&format!("{host}:{port}"));
+        }
+    }
+}
