@@ -3,9 +3,11 @@
 #![forbid(unsafe_code)]
 
 mod fake;
+pub mod model;
 mod router;
 mod serve;
 
 pub use fake::{Dialect, FakeConfig, FakeFault, FaultKind};
+pub use model::{ModelConfig, ModelConfigError};
 pub use router::{Policy, RouterConfig};
 pub use serve::{Dtype, KvLoadFailurePolicy, LogFormat, ServeConfig};

@@ -9,6 +9,7 @@ mod generate;
 pub mod output;
 pub mod sampler;
 pub mod scheduler;
+pub mod weights;
 
 pub use api::*;
 pub use core::Engine;

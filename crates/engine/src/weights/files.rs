@@ -1,0 +1,197 @@
+use super::WeightsError;
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const INDEX: &str = "model.safetensors.index.json";
+
+/// The weight files of a directory.
+pub(super) struct WeightFiles {
+    /// Files to open, without doubles, in order of name.
+    pub(super) shards: Vec<PathBuf>,
+    /// Tensor to file name, as the index says; empty without an index.
+    pub(super) map: BTreeMap<String, String>,
+    /// `model*.safetensors` that the index does not name.
+    pub(super) unnamed: Vec<String>,
+}
+
+impl WeightFiles {
+    pub(super) fn find(dir: &Path) -> Result<Self, WeightsError> {
+        let names = list(dir)?;
+        let layout = |reason: String| WeightsError::Layout {
+            path: dir.to_owned(),
+            reason,
+        };
+        let weights: Vec<&String> = names
+            .iter()
+            .filter(|name| name.starts_with("model") && name.ends_with(".safetensors"))
+            .collect();
+        if names.contains(INDEX) {
+            return Self::indexed(dir, &weights);
+        }
+        match weights[..] {
+            [one] => Ok(Self {
+                shards: vec![inside(dir, one)?],
+                map: BTreeMap::new(),
+                unnamed: Vec::new(),
+            }),
+            [] => Err(layout(nothing_served(&names))),
+            _ => {
+                let list: Vec<&str> = weights.iter().map(|name| name.as_str()).collect();
+                Err(layout(format!(
+                    "has {} weight files ({}) but no {INDEX}; allowed: one model.safetensors, or several files with an index",
+                    list.len(),
+                    list.join(", ")
+                )))
+            }
+        }
+    }
+
+    fn indexed(dir: &Path, weights: &[&String]) -> Result<Self, WeightsError> {
+        let index = inside(dir, INDEX)?;
+        let bad = |reason: String| WeightsError::File {
+            path: index.clone(),
+            reason,
+        };
+        let text = fs::read_to_string(&index).map_err(|source| WeightsError::Io {
+            path: index.clone(),
+            source,
+        })?;
+        let root: Value = serde_json::from_str(&text)
+            .map_err(|error| bad(format!("is not JSON ({} bytes): {error}", text.len())))?;
+        let Some(entries) = root.get("weight_map").and_then(Value::as_object) else {
+            return Err(bad(
+                "has no object weight_map (tensor name to file name)".to_owned()
+            ));
+        };
+        let mut map = BTreeMap::new();
+        for (tensor, file) in entries {
+            let file = file
+                .as_str()
+                .filter(|file| is_plain_name(file))
+                .ok_or_else(|| {
+                    bad(format!("weight_map: {tensor} is {file}; allowed: the name of a file in the same directory"))
+                })?;
+            map.insert(tensor.clone(), file.to_owned());
+        }
+        let named: BTreeSet<&String> = map.values().collect();
+        if named.is_empty() {
+            return Err(bad("weight_map is empty".to_owned()));
+        }
+        let unnamed: Vec<String> = weights
+            .iter()
+            .filter(|name| !named.contains(**name))
+            .map(|name| (*name).clone())
+            .collect();
+        let missing: Vec<String> = named
+            .iter()
+            .filter(|name| fs::symlink_metadata(dir.join(name)).is_err())
+            .map(|name| (*name).clone())
+            .collect();
+        if !missing.is_empty() {
+            return Err(WeightsError::MissingFiles {
+                index,
+                missing,
+                unnamed,
+            });
+        }
+        if unnamed.iter().any(|name| name == "model.safetensors") {
+            return Err(WeightsError::Layout {
+                path: dir.to_owned(),
+                reason: format!(
+                    "has model.safetensors and an {INDEX} that does not name it; remove the one that is not meant"
+                ),
+            });
+        }
+        let shards = named
+            .iter()
+            .map(|name| inside(dir, name))
+            .collect::<Result<_, _>>()?;
+        Ok(Self {
+            shards,
+            map,
+            unnamed,
+        })
+    }
+}
+
+/// The path of a file of the model directory, after links: it must stay inside, so that a model from
+/// a stranger cannot make the engine read other files.
+///
+/// # Errors
+/// The file is absent, or a link leads out of the directory.
+pub(crate) fn inside(dir: &Path, name: &str) -> Result<PathBuf, WeightsError> {
+    let path = dir.join(name);
+    let io = |source| WeightsError::Io {
+        path: path.clone(),
+        source,
+    };
+    let real = fs::canonicalize(&path).map_err(io)?;
+    let root = fs::canonicalize(dir).map_err(io)?;
+    if real.starts_with(&root) {
+        return Ok(real);
+    }
+    let hub_blobs = root
+        .parent()
+        .filter(|parent| parent.file_name().is_some_and(|name| name == "snapshots"))
+        .and_then(Path::parent)
+        .map(|repository| repository.join("blobs"));
+    if hub_blobs.is_some_and(|blobs| real.starts_with(blobs)) {
+        return Ok(real);
+    }
+    Err(WeightsError::File {
+        path,
+        reason: format!(
+            "is a link out of the model directory, to {}",
+            real.display()
+        ),
+    })
+}
+
+fn list(dir: &Path) -> Result<BTreeSet<String>, WeightsError> {
+    let bad = |reason: String| WeightsError::Directory {
+        path: dir.to_owned(),
+        reason,
+    };
+    let entries = fs::read_dir(dir).map_err(|error| bad(error.to_string()))?;
+    let mut names = BTreeSet::new();
+    for entry in entries {
+        let entry = entry.map_err(|error| bad(error.to_string()))?;
+        if let Ok(name) = entry.file_name().into_string() {
+            names.insert(name);
+        }
+    }
+    Ok(names)
+}
+
+fn is_plain_name(name: &str) -> bool {
+    !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
+}
+
+/// Why a directory without `model*.safetensors` is refused.
+fn nothing_served(names: &BTreeSet<String>) -> String {
+    let with = |endings: &[&str]| -> Vec<&str> {
+        names
+            .iter()
+            .map(String::as_str)
+            .filter(|name| endings.iter().any(|end| name.ends_with(end)))
+            .collect()
+    };
+    let allowed = "allowed: model.safetensors, or several model*.safetensors with model.safetensors.index.json";
+    let pickles = with(&[".bin", ".pt", ".pth"]);
+    if !pickles.is_empty() {
+        return format!(
+            "has weights as pickle files only ({}), which can run code when read; convert them to safetensors; {allowed}",
+            pickles.join(", ")
+        );
+    }
+    let others = with(&[".safetensors", ".gguf"]);
+    if !others.is_empty() {
+        return format!(
+            "has {} but no model*.safetensors; {allowed}",
+            others.join(", ")
+        );
+    }
+    format!("has no weight files; {allowed}")
+}

@@ -1,0 +1,230 @@
+use super::WeightsError;
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+/// The format's own limit on its header.
+const MAX_HEADER: u64 = 100_000_000;
+const HEADER_LENGTH: u64 = 8;
+const LFS_POINTER: &[u8] = b"version https://git-lfs";
+
+/// Type of a tensor's values on disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WeightDtype {
+    /// bfloat16.
+    Bf16,
+    /// float32.
+    F32,
+}
+
+/// Where a tensor lies.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
+    pub(super) shard: usize,
+    pub(super) dtype: WeightDtype,
+    pub(super) offset: u64,
+    pub(super) len: usize,
+}
+
+/// One open safetensors file whose header was checked against its size.
+#[derive(Debug)]
+pub(super) struct Shard {
+    path: PathBuf,
+    name: String,
+    file: File,
+    size: u64,
+    modified: Option<SystemTime>,
+    data_start: u64,
+    header: Metadata,
+    names: Vec<String>,
+}
+
+impl WeightDtype {
+    /// Bytes of one value.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::Bf16 => 2,
+            Self::F32 => 4,
+        }
+    }
+}
+
+impl Place {
+    pub(super) const NOWHERE: Self = Self {
+        shard: usize::MAX,
+        dtype: WeightDtype::F32,
+        offset: 0,
+        len: 0,
+    };
+}
+
+impl Shard {
+    pub(super) fn open(path: &Path) -> Result<Self, WeightsError> {
+        let io = |source| WeightsError::Io {
+            path: path.to_owned(),
+            source,
+        };
+        let bad = |reason: String| WeightsError::File {
+            path: path.to_owned(),
+            reason,
+        };
+        let meta = std::fs::metadata(path).map_err(io)?;
+        if !meta.is_file() {
+            return Err(bad("is not a regular file".to_owned()));
+        }
+        let file = File::open(path).map_err(io)?;
+        let meta = file.metadata().map_err(io)?;
+        let size = meta.len();
+        if size == 0 {
+            return Err(bad(
+                "is empty: 0 bytes; expected a safetensors file".to_owned()
+            ));
+        }
+        let mut start = vec![0; usize::try_from(size.min(512)).unwrap_or(512)];
+        file.read_exact_at(&mut start, 0).map_err(io)?;
+        if let Some(reason) = something_else(&start, size) {
+            return Err(bad(reason));
+        }
+        let Some(length) = start
+            .first_chunk::<8>()
+            .map(|bytes| u64::from_le_bytes(*bytes))
+        else {
+            return Err(bad(format!(
+                "is {size} bytes; a safetensors file has at least 8"
+            )));
+        };
+        if length > MAX_HEADER {
+            return Err(bad(format!(
+                "is no safetensors file ({size} bytes): its header would have {length} bytes, at most {MAX_HEADER} are allowed"
+            )));
+        }
+        let data_start = HEADER_LENGTH + length;
+        if data_start > size {
+            return Err(bad(format!(
+                "is truncated in its header: expected at least {data_start} bytes, found {size}"
+            )));
+        }
+        let mut text = vec![0; usize::try_from(length).unwrap_or(0)];
+        file.read_exact_at(&mut text, HEADER_LENGTH).map_err(io)?;
+        let header: Metadata = serde_json::from_slice(&text).map_err(|error| {
+            bad(format!(
+                "has a broken safetensors header ({size} bytes): {error}"
+            ))
+        })?;
+        let expected = data_start + header.data_len() as u64;
+        if expected != size {
+            let how = if size < expected {
+                "is truncated"
+            } else {
+                "has bytes behind its last tensor"
+            };
+            return Err(bad(format!(
+                "{how}: expected {expected} bytes, found {size}"
+            )));
+        }
+        let names = header.offset_keys();
+        let name = path
+            .file_name()
+            .map(|name| name.to_string_lossy().into_owned())
+            .unwrap_or_default();
+        Ok(Self {
+            path: path.to_owned(),
+            name,
+            file,
+            size,
+            modified: meta.modified().ok(),
+            data_start,
+            header,
+            names,
+        })
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(super) fn tensors(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
+        self.names
+            .iter()
+            .filter_map(|name| self.header.info(name).map(|info| (name.as_str(), info)))
+    }
+
+    /// Where a tensor of this shard lies; its type if that is not served.
+    pub(super) fn place(&self, shard: usize, info: &TensorInfo) -> Result<Place, String> {
+        let dtype = match info.dtype {
+            Dtype::BF16 => WeightDtype::Bf16,
+            Dtype::F32 => WeightDtype::F32,
+            other => return Err(format!("{other:?}")),
+        };
+        let (begin, end) = info.data_offsets;
+        Ok(Place {
+            shard,
+            dtype,
+            offset: self.data_start + begin as u64,
+            len: end - begin,
+        })
+    }
+
+    pub(super) fn read(&self, place: &Place, buffer: &mut Vec<u8>) -> Result<(), WeightsError> {
+        buffer.resize(place.len, 0);
+        match self.file.read_exact_at(buffer, place.offset) {
+            Ok(()) => Ok(()),
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                self.check_unchanged()?;
+                Err(WeightsError::Io {
+                    path: self.path.clone(),
+                    source: error,
+                })
+            }
+            Err(source) => Err(WeightsError::Io {
+                path: self.path.clone(),
+                source,
+            }),
+        }
+    }
+
+    pub(super) fn check_unchanged(&self) -> Result<(), WeightsError> {
+        let now = self.file.metadata().map_err(|source| WeightsError::Io {
+            path: self.path.clone(),
+            source,
+        })?;
+        if now.len() != self.size || now.modified().ok() != self.modified {
+            return Err(WeightsError::Changed {
+                path: self.path.clone(),
+                expected: self.size,
+                actual: now.len(),
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Recognises the usual stand-ins for a file that was not downloaded.
+fn something_else(start: &[u8], size: u64) -> Option<String> {
+    if start.starts_with(LFS_POINTER) {
+        let text = String::from_utf8_lossy(start);
+        let expected = text.lines().find_map(|line| line.strip_prefix("size "));
+        return Some(format!(
+            "is a Git LFS pointer, not the file itself: expected {} bytes, found {size}; run `git lfs pull`",
+            expected.unwrap_or("more")
+        ));
+    }
+    let text: Vec<u8> = start
+        .iter()
+        .skip_while(|byte| byte.is_ascii_whitespace())
+        .copied()
+        .take(16)
+        .collect();
+    let lower = text.to_ascii_lowercase();
+    if lower.starts_with(b"<!doctype") || lower.starts_with(b"<html") || lower.starts_with(b"<?xml")
+    {
+        return Some(format!(
+            "is a web page of {size} bytes, not a safetensors file; download it again"
+        ));
+    }
+    None
+}
