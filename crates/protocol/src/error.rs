@@ -192,7 +192,9 @@ impl ErrorKind {
         match self {
             Self::PrefillUnreachable | Self::PrefillFailed => Fault::Prefill,
             Self::DecodeUnreachable | Self::DecodeFailed => Fault::Decode,
-            Self::KvStale | Self::KvCorrupt | Self::KvMismatch | Self::KvTransfer => Fault::Transport,
+            Self::KvStale | Self::KvCorrupt | Self::KvMismatch | Self::KvTransfer => {
+                Fault::Transport
+            }
             Self::Overloaded
             | Self::Draining
             | Self::NotReady
@@ -221,15 +223,26 @@ impl ApiError {
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
         let retry_after = matches!(
             kind,
-            ErrorKind::Overloaded | ErrorKind::Draining | ErrorKind::NotReady | ErrorKind::NoInstance
+            ErrorKind::Overloaded
+                | ErrorKind::Draining
+                | ErrorKind::NotReady
+                | ErrorKind::NoInstance
         )
         .then_some(1);
-        Self { kind, message: message.into(), param: None, retry_after }
+        Self {
+            kind,
+            message: message.into(),
+            param: None,
+            retry_after,
+        }
     }
 
     /// A bad value of request field `param`.
     pub fn invalid(param: impl Into<String>, message: impl Into<String>) -> Self {
-        Self { param: Some(param.into()), ..Self::new(ErrorKind::InvalidRequest, message) }
+        Self {
+            param: Some(param.into()),
+            ..Self::new(ErrorKind::InvalidRequest, message)
+        }
     }
 
     /// Names the request field at fault.

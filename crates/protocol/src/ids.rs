@@ -59,7 +59,9 @@ impl FromStr for Role {
             "both" => Ok(Self::Both),
             "prefill" => Ok(Self::Prefill),
             "decode" => Ok(Self::Decode),
-            other => Err(format!("role is {other:?}; allowed are both, prefill, decode")),
+            other => Err(format!(
+                "role is {other:?}; allowed are both, prefill, decode"
+            )),
         }
     }
 }

@@ -58,6 +58,9 @@ pub struct KvRelease {
 impl KvTransferParams {
     /// What a router sends to a prefill instance.
     pub fn for_prefill() -> Self {
-        Self { do_remote_decode: true, ..Self::default() }
+        Self {
+            do_remote_decode: true,
+            ..Self::default()
+        }
     }
 }

@@ -1,0 +1,373 @@
+use crate::{ApiError, ErrorKind};
+use serde::de::{DeserializeOwned, DeserializeSeed, Error as _, MapAccess, SeqAccess, Visitor};
+use serde_json::value::RawValue;
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::fmt;
+use std::ops::RangeInclusive;
+
+/// Most keys at the top level of a body: far above what any client sends, and a bound on memory.
+const MAX_KEYS: usize = 1024;
+/// Characters of a bad value that an error message repeats.
+const SHOWN: usize = 48;
+
+/// The top level of a JSON object, each value still as it came. A value is read when its field is
+/// asked for; null reads as absent.
+#[derive(Debug)]
+pub struct Fields<'a> {
+    values: HashMap<Cow<'a, str>, &'a RawValue>,
+}
+
+struct KeysVisitor;
+struct KeySeed;
+struct ListVisitor<'n, T> {
+    name: &'n str,
+    most: usize,
+    read: fn(&RawValue, &str) -> Result<T, ApiError>,
+}
+
+impl<'a> Fields<'a> {
+    /// Splits a body. Errors: empty, not UTF-8, not JSON, not an object, a key twice, too many keys.
+    pub fn parse(body: &'a [u8]) -> Result<Self, ApiError> {
+        let bad = |message: String| ApiError::new(ErrorKind::InvalidRequest, message);
+        if body.iter().all(u8::is_ascii_whitespace) {
+            return Err(bad("the body is empty; a JSON object is expected".into()));
+        }
+        let text = std::str::from_utf8(body)
+            .map_err(|e| bad(format!("the body is not UTF-8 (byte {})", e.valid_up_to())))?;
+        Self::of(text).map_err(|e| match e.classify() {
+            serde_json::error::Category::Data => bad(format!("the body is refused: {e}")),
+            _ => bad(format!("the body is not valid JSON: {e}")),
+        })
+    }
+
+    /// Splits a nested object, the value of field `name`.
+    pub fn nested(raw: &'a RawValue, name: &str) -> Result<Self, ApiError> {
+        Self::of(raw.get()).map_err(|e| {
+            ApiError::invalid(
+                name,
+                format!("{name} is {}; an object is expected: {e}", shown(raw.get())),
+            )
+        })
+    }
+
+    fn of(text: &'a str) -> Result<Self, serde_json::Error> {
+        let mut de = serde_json::Deserializer::from_str(text);
+        let values = serde::Deserializer::deserialize_map(&mut de, KeysVisitor)?;
+        de.end()?;
+        Ok(Self { values })
+    }
+
+    /// The value of a field as it came; none if absent or null.
+    pub fn raw(&self, name: &str) -> Option<&'a RawValue> {
+        self.values
+            .get(name)
+            .copied()
+            .filter(|raw| raw.get() != "null")
+    }
+
+    /// Names of all fields that are not null.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.values
+            .iter()
+            .filter(|(_, raw)| raw.get() != "null")
+            .map(|(name, _)| name.as_ref())
+    }
+
+    /// A field of any type; `expected` completes "… is X; … is expected".
+    pub fn read<T: DeserializeOwned>(
+        &self,
+        name: &str,
+        expected: &str,
+    ) -> Result<Option<T>, ApiError> {
+        self.raw(name)
+            .map(|raw| read(raw, name, expected))
+            .transpose()
+    }
+
+    /// A boolean.
+    pub fn boolean(&self, name: &str) -> Result<Option<bool>, ApiError> {
+        self.read(name, "true or false")
+    }
+
+    /// A string.
+    pub fn string(&self, name: &str) -> Result<Option<String>, ApiError> {
+        self.read(name, "a string")
+    }
+
+    /// A finite number.
+    pub fn number(&self, name: &str) -> Result<Option<f32>, ApiError> {
+        self.raw(name).map(|raw| number(raw, name)).transpose()
+    }
+
+    /// An integer in a range; `1.0` counts as `1`.
+    pub fn integer(&self, name: &str, range: RangeInclusive<i64>) -> Result<Option<i64>, ApiError> {
+        self.raw(name)
+            .map(|raw| integer(raw, name, range))
+            .transpose()
+    }
+
+    /// An integer from `least` to 2^32 - 1.
+    pub fn count(&self, name: &str, least: u32) -> Result<Option<u32>, ApiError> {
+        let value = self.integer(name, i64::from(least)..=i64::from(u32::MAX))?;
+        Ok(value.and_then(|v| u32::try_from(v).ok()))
+    }
+
+    /// A list of at most `most` elements, each read by `element`, which is told `name[index]`.
+    pub fn list<T>(
+        &self,
+        name: &str,
+        most: usize,
+        element: fn(&RawValue, &str) -> Result<T, ApiError>,
+    ) -> Result<Option<Vec<T>>, ApiError> {
+        self.raw(name)
+            .map(|raw| list(raw, name, most, element))
+            .transpose()
+    }
+
+    /// Refuses a field unless it is absent, null or one of the `harmless` JSON texts.
+    pub fn refuse(&self, name: &str, harmless: &[&str], why: &str) -> Result<(), ApiError> {
+        match self.raw(name) {
+            Some(raw) if !harmless.contains(&raw.get()) => Err(ApiError::invalid(
+                name,
+                format!("{name} is {}; it is not supported: {why}", shown(raw.get())),
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// The beginning of a value for an error message.
+pub fn shown(text: &str) -> String {
+    match text.char_indices().nth(SHOWN) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
+pub(super) fn read<T: DeserializeOwned>(
+    raw: &RawValue,
+    name: &str,
+    expected: &str,
+) -> Result<T, ApiError> {
+    serde_json::from_str(raw.get()).map_err(|_| {
+        ApiError::invalid(
+            name,
+            format!("{name} is {}; {expected} is expected", shown(raw.get())),
+        )
+    })
+}
+
+pub(super) fn number(raw: &RawValue, name: &str) -> Result<f32, ApiError> {
+    let value: f64 = read(raw, name, "a number")?;
+    let value = value as f32;
+    if value.is_finite() {
+        return Ok(value);
+    }
+    Err(ApiError::invalid(
+        name,
+        format!(
+            "{name} is {}; a finite number is expected",
+            shown(raw.get())
+        ),
+    ))
+}
+
+pub(super) fn integer(
+    raw: &RawValue,
+    name: &str,
+    range: RangeInclusive<i64>,
+) -> Result<i64, ApiError> {
+    let text = raw.get();
+    let value = text.parse::<i64>().ok().or_else(|| {
+        let number = text.parse::<f64>().ok()?;
+        // Integral values that f64 holds exactly.
+        (number.fract() == 0.0 && number.abs() <= 9_007_199_254_740_992.0).then_some(number as i64)
+    });
+    match value {
+        Some(value) if range.contains(&value) => Ok(value),
+        _ => Err(ApiError::invalid(
+            name,
+            format!(
+                "{name} is {}; an integer from {} to {} is expected",
+                shown(text),
+                range.start(),
+                range.end()
+            ),
+        )),
+    }
+}
+
+/// Reads a JSON array without keeping more than `most` elements.
+pub(super) fn list<T>(
+    raw: &RawValue,
+    name: &str,
+    most: usize,
+    element: fn(&RawValue, &str) -> Result<T, ApiError>,
+) -> Result<Vec<T>, ApiError> {
+    let mut de = serde_json::Deserializer::from_str(raw.get());
+    let visitor = ListVisitor {
+        name,
+        most,
+        read: element,
+    };
+    serde::Deserializer::deserialize_seq(&mut de, visitor).map_err(|_| {
+        ApiError::invalid(
+            name,
+            format!("{name} is {}; a list is expected", shown(raw.get())),
+        )
+    })?
+}
+
+impl<'de> Visitor<'de> for KeysVisitor {
+    type Value = HashMap<Cow<'de, str>, &'de RawValue>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut values = HashMap::new();
+        while let Some(key) = map.next_key_seed(KeySeed)? {
+            if values.len() == MAX_KEYS {
+                return Err(A::Error::custom(format!("more than {MAX_KEYS} keys")));
+            }
+            if values.contains_key(&key) {
+                return Err(A::Error::custom(format!(
+                    "key {:?} appears twice",
+                    shown(&key)
+                )));
+            }
+            let value: &'de RawValue = map.next_value()?;
+            values.insert(key, value);
+        }
+        Ok(values)
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for KeySeed {
+    type Value = Cow<'de, str>;
+
+    fn deserialize<D: serde::Deserializer<'de>>(self, de: D) -> Result<Self::Value, D::Error> {
+        de.deserialize_str(self)
+    }
+}
+
+impl<'de> Visitor<'de> for KeySeed {
+    type Value = Cow<'de, str>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a key")
+    }
+
+    fn visit_borrowed_str<E: serde::de::Error>(self, text: &'de str) -> Result<Self::Value, E> {
+        Ok(Cow::Borrowed(text))
+    }
+
+    fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Self::Value, E> {
+        Ok(Cow::Owned(text.to_owned()))
+    }
+}
+
+impl<'de, T> Visitor<'de> for ListVisitor<'_, T> {
+    type Value = Result<Vec<T>, ApiError>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a list")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
+        let mut items = Vec::new();
+        while let Some(raw) = seq.next_element::<&'de RawValue>()? {
+            if items.len() == self.most {
+                let (name, most) = (self.name, self.most);
+                return Ok(Err(ApiError::invalid(
+                    name,
+                    format!("{name} has more than {most} elements; {most} are permitted"),
+                )));
+            }
+            match (self.read)(raw, &format!("{}[{}]", self.name, items.len())) {
+                Ok(item) => items.push(item),
+                Err(error) => return Ok(Err(error)),
+            }
+        }
+        Ok(Ok(items))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(body: &[u8]) -> String {
+        Fields::parse(body).unwrap_err().message
+    }
+
+    #[test]
+    fn c3_17_bodies_that_are_no_object_are_refused_with_the_reason() {
+        assert!(message(b"").contains("empty"));
+        assert!(message(b" \n").contains("empty"));
+        assert!(message(b"[]").contains("object"));
+        assert!(message(b"\"a\"").contains("object"));
+        assert!(message(b"{\"a\":1").contains("not valid JSON"));
+        assert!(message(b"{\"a\":\xff}").contains("UTF-8"));
+        assert!(message(b"{\"a\":1,\"a\":2}").contains("twice"));
+        assert!(message(b"{} x").contains("not valid JSON"));
+    }
+
+    #[test]
+    fn untouched_values_are_not_interpreted() {
+        let body = format!(
+            "{{\"x\":1e400,\"y\":{}1{}}}",
+            "[".repeat(5000),
+            "]".repeat(5000)
+        );
+        let fields = Fields::parse(body.as_bytes()).unwrap();
+        assert_eq!(fields.raw("x").unwrap().get(), "1e400");
+        assert!(fields.number("x").is_err());
+    }
+
+    #[test]
+    fn null_is_absent_and_integral_floats_are_integers() {
+        let fields = Fields::parse(br#"{"a":null,"n":1.0,"m":1.5,"s":"5","big":1e12}"#).unwrap();
+        assert_eq!(fields.boolean("a").unwrap(), None);
+        assert_eq!(fields.count("n", 1).unwrap(), Some(1));
+        for name in ["m", "s", "big"] {
+            assert_eq!(
+                fields.count(name, 1).unwrap_err().param.as_deref(),
+                Some(name)
+            );
+        }
+    }
+
+    #[test]
+    fn lists_stop_at_their_limit_and_name_the_element() {
+        let fields = Fields::parse(br#"{"l":[1,2,3],"m":[1,"x"]}"#).unwrap();
+        let int: fn(&RawValue, &str) -> Result<i64, ApiError> =
+            |raw, name| integer(raw, name, 0..=9);
+        assert_eq!(fields.list("l", 3, int).unwrap(), Some(vec![1, 2, 3]));
+        assert!(
+            fields
+                .list("l", 2, int)
+                .unwrap_err()
+                .message
+                .contains("more than 2")
+        );
+        assert_eq!(
+            fields.list("m", 9, int).unwrap_err().param.as_deref(),
+            Some("m[1]")
+        );
+    }
+
+    #[test]
+    fn too_many_keys_are_refused() {
+        let body = format!(
+            "{{{}}}",
+            (0..2000)
+                .map(|i| format!("\"k{i}\":0"))
+                .collect::<Vec<_>>()
+                .join(",")
+        );
+        assert!(message(body.as_bytes()).contains("1024 keys"));
+    }
+}

@@ -1,0 +1,262 @@
+use super::fields::{Fields, number, read, shown};
+use super::prompt::{token_id, token_ids};
+use crate::{ApiError, TokenId};
+use serde::de::{Error as _, MapAccess, Visitor};
+use serde_json::value::RawValue;
+use std::fmt;
+
+/// Most log-probabilities per position.
+pub const MAX_LOGPROBS: u32 = 20;
+/// Most stop strings.
+pub const MAX_STOPS: usize = 32;
+/// Longest stop string, in bytes.
+const MAX_STOP_BYTES: usize = 1024;
+/// Most entries of `logit_bias`, `stop_token_ids`.
+const MAX_BIASES: usize = 1024;
+
+/// How tokens are chosen and when to stop, as far as the request says. Ranges of numbers are checked
+/// where the model's limits are known.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct SamplingOptions {
+    /// `temperature`.
+    pub temperature: Option<f32>,
+    /// `top_p`.
+    pub top_p: Option<f32>,
+    /// `top_k`; 0 for both spellings of "all" (0 and -1).
+    pub top_k: Option<u32>,
+    /// `min_p`.
+    pub min_p: Option<f32>,
+    /// `repetition_penalty`.
+    pub repetition_penalty: Option<f32>,
+    /// `frequency_penalty`.
+    pub frequency_penalty: Option<f32>,
+    /// `presence_penalty`.
+    pub presence_penalty: Option<f32>,
+    /// `logit_bias`.
+    pub logit_bias: Vec<(TokenId, f32)>,
+    /// `allowed_token_ids`.
+    pub allowed_token_ids: Option<Vec<TokenId>>,
+    /// `seed`; negative ones keep their bits.
+    pub seed: Option<u64>,
+    /// `max_completion_tokens`, else `max_tokens`.
+    pub max_tokens: Option<u32>,
+    /// Which of the two names was given, for error messages.
+    pub max_tokens_field: &'static str,
+    /// `min_tokens`.
+    pub min_tokens: u32,
+    /// `ignore_eos`.
+    pub ignore_eos: bool,
+    /// `stop`: none of them empty.
+    pub stop: Vec<String>,
+    /// `stop_token_ids`.
+    pub stop_token_ids: Vec<TokenId>,
+    /// `include_stop_str_in_output`.
+    pub include_stop_str_in_output: bool,
+    /// `skip_special_tokens`, true if absent.
+    pub skip_special_tokens: bool,
+}
+
+struct BiasVisitor;
+
+impl SamplingOptions {
+    /// Reads and refuses what is common to completions and chat.
+    pub fn read(fields: &Fields<'_>) -> Result<Self, ApiError> {
+        let newer = fields.count("max_completion_tokens", 1)?;
+        let older = fields.count("max_tokens", 1)?;
+        let max_tokens_field = if newer.is_some() {
+            "max_completion_tokens"
+        } else {
+            "max_tokens"
+        };
+        let top_k = fields.integer("top_k", -1..=i64::from(u32::MAX))?;
+        let seed = fields.integer("seed", i64::MIN..=i64::MAX)?;
+        Ok(Self {
+            temperature: fields.number("temperature")?,
+            top_p: fields.number("top_p")?,
+            top_k: top_k.map(|k| u32::try_from(k).unwrap_or(0)),
+            min_p: fields.number("min_p")?,
+            repetition_penalty: fields.number("repetition_penalty")?,
+            frequency_penalty: fields.number("frequency_penalty")?,
+            presence_penalty: fields.number("presence_penalty")?,
+            logit_bias: fields
+                .raw("logit_bias")
+                .map(logit_bias)
+                .transpose()?
+                .unwrap_or_default(),
+            allowed_token_ids: fields
+                .raw("allowed_token_ids")
+                .map(|raw| token_ids(raw, "allowed_token_ids"))
+                .transpose()?,
+            seed: seed.map(i64::cast_unsigned),
+            max_tokens: newer.or(older),
+            max_tokens_field,
+            min_tokens: fields.count("min_tokens", 0)?.unwrap_or(0),
+            ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
+            stop: stop(fields)?,
+            stop_token_ids: fields
+                .list("stop_token_ids", MAX_BIASES, token_id)?
+                .unwrap_or_default(),
+            include_stop_str_in_output: fields
+                .boolean("include_stop_str_in_output")?
+                .unwrap_or(false),
+            skip_special_tokens: fields.boolean("skip_special_tokens")?.unwrap_or(true),
+        })
+    }
+}
+
+fn stop(fields: &Fields<'_>) -> Result<Vec<String>, ApiError> {
+    let Some(raw) = fields.raw("stop") else {
+        return Ok(Vec::new());
+    };
+    let stops = if raw.get().starts_with('"') {
+        vec![stop_text(raw, "stop")?]
+    } else {
+        fields
+            .list("stop", MAX_STOPS, stop_text)?
+            .unwrap_or_default()
+    };
+    Ok(stops)
+}
+
+fn stop_text(raw: &RawValue, name: &str) -> Result<String, ApiError> {
+    let text: String = read(raw, name, "a string")?;
+    if text.is_empty() || text.len() > MAX_STOP_BYTES {
+        return Err(ApiError::invalid(
+            name,
+            format!(
+                "{name} has {} bytes; 1 to {MAX_STOP_BYTES} are permitted",
+                text.len()
+            ),
+        ));
+    }
+    Ok(text)
+}
+
+fn logit_bias(raw: &RawValue) -> Result<Vec<(TokenId, f32)>, ApiError> {
+    let name = "logit_bias";
+    let mut de = serde_json::Deserializer::from_str(raw.get());
+    serde::Deserializer::deserialize_map(&mut de, BiasVisitor).map_err(|_| {
+        ApiError::invalid(
+            name,
+            format!("{name} is {}; an object is expected", shown(raw.get())),
+        )
+    })?
+}
+
+impl<'de> Visitor<'de> for BiasVisitor {
+    type Value = Result<Vec<(TokenId, f32)>, ApiError>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let name = "logit_bias";
+        let mut biases: Vec<(TokenId, f32)> = Vec::new();
+        while let Some((key, value)) = map.next_entry::<String, &'de RawValue>()? {
+            if biases.len() == MAX_BIASES {
+                return Ok(Err(ApiError::invalid(
+                    name,
+                    format!(
+                        "{name} has more than {MAX_BIASES} entries; {MAX_BIASES} are permitted"
+                    ),
+                )));
+            }
+            let Ok(id) = key.parse::<TokenId>() else {
+                return Ok(Err(ApiError::invalid(
+                    name,
+                    format!("{name} has the key {:?}; keys are token ids", shown(&key)),
+                )));
+            };
+            if biases.iter().any(|(other, _)| *other == id) {
+                return Err(A::Error::custom("a token twice"));
+            }
+            match number(value, &format!("{name}[{id}]")) {
+                Ok(bias) => biases.push((id, bias)),
+                Err(error) => return Ok(Err(error)),
+            }
+        }
+        Ok(Ok(biases))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(body: &str) -> Result<SamplingOptions, ApiError> {
+        SamplingOptions::read(&Fields::parse(body.as_bytes())?)
+    }
+
+    #[test]
+    fn c5_13_null_is_the_same_as_absent() {
+        let nulls = r#"{"temperature":null,"top_k":null,"stop":null,"max_tokens":null,"seed":null,
+            "logit_bias":null,"min_tokens":null,"ignore_eos":null,"stop_token_ids":null,
+            "allowed_token_ids":null,"skip_special_tokens":null}"#;
+        assert_eq!(options(nulls).unwrap(), options("{}").unwrap());
+        assert_eq!(
+            options(r#"{"min_tokens":0,"stop":[]}"#).unwrap(),
+            options("{}").unwrap()
+        );
+    }
+
+    #[test]
+    fn c9_8_numbers_out_of_bounds_are_named() {
+        for (body, param) in [
+            (r#"{"max_tokens":1000000000000}"#, "max_tokens"),
+            (r#"{"max_tokens":-1}"#, "max_tokens"),
+            (r#"{"max_tokens":0}"#, "max_tokens"),
+            (r#"{"max_tokens":1.5}"#, "max_tokens"),
+            (r#"{"max_tokens":"5"}"#, "max_tokens"),
+            (r#"{"top_k":-2}"#, "top_k"),
+            (r#"{"temperature":1e400}"#, "temperature"),
+            (r#"{"stop":[""]}"#, "stop[0]"),
+            (r#"{"stop":5}"#, "stop"),
+            (r#"{"stop_token_ids":[-1]}"#, "stop_token_ids[0]"),
+            (
+                r#"{"stop_token_ids":[9223372036854775808]}"#,
+                "stop_token_ids[0]",
+            ),
+            (
+                r#"{"allowed_token_ids":[2147483648,-5]}"#,
+                "allowed_token_ids[1]",
+            ),
+            (r#"{"logit_bias":{"-1":1}}"#, "logit_bias"),
+            (r#"{"logit_bias":{"x":1}}"#, "logit_bias"),
+            (r#"{"logit_bias":{"1":"x"}}"#, "logit_bias[1]"),
+            (r#"{"logit_bias":[]}"#, "logit_bias"),
+        ] {
+            assert_eq!(
+                options(body).unwrap_err().param.as_deref(),
+                Some(param),
+                "{body}"
+            );
+        }
+        let many = (0..2000)
+            .map(|i| format!("\"{i}\":1"))
+            .collect::<Vec<_>>()
+            .join(",");
+        assert!(options(&format!("{{\"logit_bias\":{{{many}}}}}")).is_err());
+        let long = "x".repeat(1 << 20);
+        assert!(options(&format!("{{\"stop\":\"{long}\"}}")).is_err());
+    }
+
+    #[test]
+    fn the_newer_name_of_max_tokens_wins() {
+        let both = options(r#"{"max_tokens":5,"max_completion_tokens":3}"#).unwrap();
+        assert_eq!(
+            (both.max_tokens, both.max_tokens_field),
+            (Some(3), "max_completion_tokens")
+        );
+        let older = options(r#"{"max_tokens":5,"max_completion_tokens":null}"#).unwrap();
+        assert_eq!(
+            (older.max_tokens, older.max_tokens_field),
+            (Some(5), "max_tokens")
+        );
+    }
+
+    #[test]
+    fn seeds_keep_their_bits() {
+        assert_eq!(options(r#"{"seed":-1}"#).unwrap().seed, Some(u64::MAX));
+    }
+}
