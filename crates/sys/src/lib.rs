@@ -1,4 +1,19 @@
-//! Placeholder.
-/// KV memory.
-#[derive(Debug)]
-pub struct BlockArena;
+//! What the operating system offers and safe Rust does not: the KV block arena over an anonymous mapping, read-only
+//! file mappings, thread affinity, memory limits, and supervision of child processes by pidfd.
+//!
+//! This crate and `kernels` are the only ones with `unsafe`; every such block states why it is sound.
+//! Linux only.
+
+mod affinity;
+mod arena;
+mod mapped;
+mod memory;
+mod process;
+
+pub use affinity::{available_cpus, cgroup_cpu_quota, pin_thread};
+pub use arena::{
+    BlockArena, BlockError, BlockRead, BlockReadArc, BlockWrite, BlockWriteArc, UNIT_ALIGN,
+};
+pub use mapped::{Access, MappedFile};
+pub use memory::{MemoryInfo, available_memory, cgroup_memory_limit, memory_info};
+pub use process::{ExitStatus, PidFd, set_parent_death_signal};
