@@ -1,0 +1,132 @@
+//! Multi-head latent attention in absorbed form.
+
+use std::ops::Range;
+
+use crate::error::ensure_shape;
+use crate::{DType, HeadRows, KernelError, ThreadTeam, reference};
+
+/// Absolute positions that are folded into the running softmax together.
+pub const TILE: usize = 64;
+
+/// What all sequences of a call have in common.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MlaParams {
+    /// Query heads H.
+    pub heads: usize,
+    /// Values of a latent row, r (`kv_lora_rank`).
+    pub latent: usize,
+    /// Values of the rotated key, dr (`qk_rope_head_dim`).
+    pub rope: usize,
+    /// Positions per KV block.
+    pub block_size: usize,
+    /// Element type of the KV units.
+    pub kv_type: DType,
+    /// Factor on the scores before the softmax.
+    pub scale: f32,
+}
+
+/// Consecutive query rows of one sequence and the KV they see.
+#[derive(Debug, Clone)]
+pub struct MlaSeq<'a> {
+    /// Rows of the query and output buffers.
+    pub rows: Range<usize>,
+    /// Absolute position of the first of them; the others follow. Row i sees positions 0 ..= first_position + i.
+    pub first_position: usize,
+    /// The layer's unit of each block from position 0 on. A unit is `block_size` rows `[latent | rope]`, token-major;
+    /// bytes behind that are ignored. KV of the rows' own positions is already written.
+    pub units: &'a [&'a [u8]],
+}
+
+/// Attention of every row and head over one shared key `[c | k_rope]` and value c per position:
+/// out[row, h] = Σ_j softmax_j(scale · (q_latent·c_j + q_rope·k_rope_j)) c_j.
+///
+/// q_latent is `[rows, H, r]`, q_rope `[rows, H, dr]`, out dense `[rows, H, r]`. Output rows of no sequence keep their
+/// content.
+///
+/// Order: tiles of [`TILE`] absolute positions from 0 on. Per tile the scores (one block of lanes over `[c | k_rope]`,
+/// then times `scale`), their maximum, p = exp(score − maximum), the sum of p by sixteen lanes, and the values' sum in
+/// ascending position by fused multiply-add. Tiles are folded from the first to the last: m' = max(m, m_t),
+/// l' = fma(l, exp(m − m'), l_t · exp(m_t − m')), o likewise. The end is o / l. A row's result depends on its own
+/// query and positions up to its own only; positions behind it are never part of an operation.
+///
+/// # Errors
+/// [`KernelError::Shape`] when lengths do not fit, rows overlap or are out of order, or a block table is too short;
+/// [`KernelError::Panicked`].
+pub fn mla_attention(
+    team: &ThreadTeam,
+    params: &MlaParams,
+    q_latent: HeadRows<'_>,
+    q_rope: HeadRows<'_>,
+    seqs: &[MlaSeq<'_>],
+    out: &mut [f32],
+) -> Result<(), KernelError> {
+    let _ = team;
+    check(params, q_latent, q_rope, seqs, out.len())?;
+    reference::mla_attention(params, q_latent, q_rope, seqs, out);
+    Ok(())
+}
+
+fn check(
+    params: &MlaParams,
+    q_latent: HeadRows<'_>,
+    q_rope: HeadRows<'_>,
+    seqs: &[MlaSeq<'_>],
+    out: usize,
+) -> Result<(), KernelError> {
+    let MlaParams {
+        heads,
+        latent,
+        rope,
+        block_size,
+        kv_type,
+        ..
+    } = *params;
+    ensure_shape!(
+        heads > 0 && latent > 0 && rope > 0 && block_size > 0,
+        "a size of {params:?} is 0"
+    );
+    let rows = q_latent.rows();
+    for (name, q, width) in [("q_latent", q_latent, latent), ("q_rope", q_rope, rope)] {
+        ensure_shape!(
+            (q.rows(), q.heads(), q.width()) == (rows, heads, width),
+            "{name} is [{}, {}, {}], not [{rows}, {heads}, {width}]",
+            q.rows(),
+            q.heads(),
+            q.width()
+        );
+    }
+    ensure_shape!(
+        out == rows * heads * latent,
+        "output of {out} values for [{rows}, {heads}, {latent}]"
+    );
+    let unit_bytes = (latent + rope)
+        .checked_mul(block_size)
+        .and_then(|count| count.checked_mul(kv_type.size()));
+    let mut end = 0;
+    for seq in seqs {
+        ensure_shape!(
+            end <= seq.rows.start && seq.rows.start <= seq.rows.end && seq.rows.end <= rows,
+            "query rows {:?} after {end} of {rows}",
+            seq.rows
+        );
+        end = seq.rows.end;
+        let needed = seq.first_position.checked_add(seq.rows.len());
+        let held = seq.units.len().saturating_mul(block_size);
+        ensure_shape!(
+            needed.is_some_and(|needed| needed <= held),
+            "{} rows from position {} need more than {} blocks of {block_size}",
+            seq.rows.len(),
+            seq.first_position,
+            seq.units.len()
+        );
+        for unit in seq.units {
+            ensure_shape!(
+                unit_bytes.is_some_and(|bytes| bytes <= unit.len()),
+                "a KV unit of {} bytes is too short for {block_size} rows of {} {kv_type:?}",
+                unit.len(),
+                latent + rope
+            );
+        }
+    }
+    Ok(())
+}

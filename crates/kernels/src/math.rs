@@ -1,0 +1,101 @@
+//! Elementary functions with the same bits everywhere.
+
+/// 1.5 · 2^23: adding and subtracting it rounds to the nearest integer (ties to even) for |x| < 2^22.
+pub(crate) const ROUND_MAGIC: f32 = 12_582_912.0;
+pub(crate) const EXP_MIN: f32 = -104.0;
+pub(crate) const EXP_MAX: f32 = 89.0;
+pub(crate) const LOG2_E: f32 = std::f32::consts::LOG2_E;
+/// ln 2 in two parts: the first has few bits, so that n · LN2_HIGH is exact.
+pub(crate) const LN2_HIGH: f32 = 0.693_359_4;
+pub(crate) const LN2_LOW: f32 = -2.121_944_4e-4;
+/// e^r ≈ 1 + r + r² · P(r) on |r| ≤ ln 2 / 2, coefficients from the highest power down (Cephes `expf`, public domain).
+pub(crate) const EXP_POLYNOMIAL: [f32; 6] = [
+    1.987_569_1e-4,
+    1.398_199_9e-3,
+    8.333_452e-3,
+    4.166_579_6e-2,
+    1.666_666_6e-1,
+    5.000_000_1e-1,
+];
+
+/// e^x with a relative error below 2 ulp; 0 below −104, infinity above 88.73, NaN for NaN, exactly 1 at 0. Subnormal
+/// results are rounded once more.
+pub fn exp(x: f32) -> f32 {
+    // A comparison with NaN is false and keeps it.
+    let x = if x < EXP_MIN { EXP_MIN } else { x };
+    let x = if x > EXP_MAX { EXP_MAX } else { x };
+    let n = (x * LOG2_E + ROUND_MAGIC) - ROUND_MAGIC;
+    let r = n.mul_add(-LN2_HIGH, x);
+    let r = n.mul_add(-LN2_LOW, r);
+    let mut p = EXP_POLYNOMIAL[0];
+    for coefficient in &EXP_POLYNOMIAL[1..] {
+        p = p.mul_add(r, *coefficient);
+    }
+    let p = p.mul_add(r * r, r) + 1.0;
+    // Two factors reach the subnormals and infinity, where 2^n alone is no normal number.
+    let half = (n * 0.5 + ROUND_MAGIC) - ROUND_MAGIC;
+    p * power_of_two(half) * power_of_two(n - half)
+}
+
+/// 1 / (1 + e^−x).
+pub fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
+/// x / (1 + e^−x) = x · sigmoid(x).
+pub fn silu(x: f32) -> f32 {
+    x / (1.0 + exp(-x))
+}
+
+/// 2^n for an integer n in −126..=127.
+fn power_of_two(n: f32) -> f32 {
+    f32::from_bits(((n as i32 + 127) as u32) << 23)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_is_within_two_ulp_over_the_normal_range() {
+        let mut worst = 0.0f64;
+        let mut x = -87.3f32;
+        while x < 88.7 {
+            let exact = f64::from(x).exp();
+            let ulp = f64::from((exact as f32).next_up()) - f64::from(exact as f32);
+            worst = worst.max((f64::from(exp(x)) - exact).abs() / ulp);
+            x += 1.234e-3;
+        }
+        assert!(worst < 2.0, "{worst}");
+    }
+
+    #[test]
+    fn exp_at_the_edges() {
+        assert_eq!(exp(0.0).to_bits(), 1.0f32.to_bits());
+        assert_eq!(exp(-0.0), 1.0);
+        assert_eq!(
+            (exp(f32::NEG_INFINITY), exp(-110.0), exp(-1e30)),
+            (0.0, 0.0, 0.0)
+        );
+        assert_eq!(
+            (exp(f32::INFINITY), exp(88.8), exp(1e30)),
+            (f32::INFINITY, f32::INFINITY, f32::INFINITY)
+        );
+        assert!(exp(88.72).is_finite() && exp(f32::NAN).is_nan());
+        let subnormal = exp(-100.0);
+        assert!(
+            (f64::from(subnormal) / (-100.0f64).exp() - 1.0).abs() < 0.02,
+            "{subnormal:e}"
+        );
+    }
+
+    #[test]
+    fn silu_and_sigmoid_saturate_without_nan() {
+        assert_eq!(
+            (sigmoid(200.0), sigmoid(-200.0), sigmoid(0.0)),
+            (1.0, 0.0, 0.5)
+        );
+        assert_eq!((silu(200.0), silu(-200.0), silu(0.0)), (200.0, 0.0, 0.0));
+        assert!(silu(f32::NEG_INFINITY).is_nan());
+    }
+}

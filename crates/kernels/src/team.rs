@@ -1,0 +1,454 @@
+//! A fixed team of threads for short parallel sections.
+//!
+//! A section is a number of tasks that threads claim one by one; the calling thread takes part. Who runs a task never
+//! changes what it computes, so the team is free to be late: a worker that wakes up after the tasks are gone simply
+//! goes back to sleep, and the caller waits only for workers that have joined.
+
+use std::any::Any;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::{Isa, KernelError};
+
+/// Longest time a waiting thread may spin before it parks.
+const MAX_SPIN: Duration = Duration::from_micros(20);
+
+/// Threads that run tasks together. With one thread everything runs inline.
+#[derive(Debug)]
+pub struct ThreadTeam {
+    shared: Arc<Shared>,
+    workers: Vec<JoinHandle<()>>,
+    isa: Isa,
+    /// Held while a section runs; a second caller, or a task that opens a section itself, runs inline instead.
+    section: Mutex<()>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    state: Mutex<State>,
+    /// Workers wait here for a section or for the end.
+    wake: Condvar,
+    /// The caller waits here for the workers that joined.
+    done: Condvar,
+    /// Number of the newest section, for spinning without the lock.
+    newest: AtomicU64,
+    spin: Duration,
+}
+
+#[derive(Debug)]
+struct State {
+    section: u64,
+    /// The open section; `None` once all its tasks are claimed.
+    job: Option<Job>,
+    /// Workers that joined and have not left.
+    joined: usize,
+    panic: Option<String>,
+    stop: bool,
+}
+
+/// Pointers into the stack frame of [`ThreadTeam::run`].
+#[derive(Debug, Clone, Copy)]
+struct Job {
+    body: *const (dyn Fn(usize, usize) + Sync),
+    next: *const AtomicUsize,
+    tasks: usize,
+}
+
+// SAFETY: both pointees are Sync, and `run` does not return before every worker that copied a Job has left it.
+unsafe impl Send for Job {}
+
+impl ThreadTeam {
+    /// Starts `threads` − 1 workers; the caller of [`ThreadTeam::run`] is the last member.
+    ///
+    /// With `cpus`, worker i is pinned to `cpus[i mod len]`, i from 1; place 0 is meant for the caller, who pins
+    /// itself with `twinfer_sys::pin_thread`. Waiting threads park at once, see [`ThreadTeam::with_spin`].
+    ///
+    /// # Errors
+    /// `InvalidInput` when `threads` is 0 or `cpus` is empty; otherwise what starting or pinning a thread reports.
+    pub fn new(threads: usize, cpus: Option<&[usize]>, isa: Isa) -> io::Result<Self> {
+        Self::start(threads, cpus, isa, Duration::ZERO)
+    }
+
+    /// As [`ThreadTeam::new`], but waiting threads spin for `spin` (at most 20 µs) before they park. Only for cores
+    /// that nothing else uses: a spinning thread takes time from others.
+    ///
+    /// # Errors
+    /// As [`ThreadTeam::new`].
+    pub fn with_spin(
+        threads: usize,
+        cpus: Option<&[usize]>,
+        isa: Isa,
+        spin: Duration,
+    ) -> io::Result<Self> {
+        Self::start(threads, cpus, isa, spin.min(MAX_SPIN))
+    }
+
+    /// A team of the calling thread alone.
+    pub fn single(isa: Isa) -> Self {
+        Self {
+            shared: Arc::new(Shared::new(Duration::ZERO)),
+            workers: Vec::new(),
+            isa,
+            section: Mutex::new(()),
+        }
+    }
+
+    fn start(threads: usize, cpus: Option<&[usize]>, isa: Isa, spin: Duration) -> io::Result<Self> {
+        let invalid = |what: &str| io::Error::new(io::ErrorKind::InvalidInput, what.to_owned());
+        if threads == 0 {
+            return Err(invalid("a thread team needs at least one thread"));
+        }
+        if cpus.is_some_and(<[usize]>::is_empty) {
+            return Err(invalid("a thread team needs at least one core"));
+        }
+        let shared = Arc::new(Shared::new(spin));
+        let mut team = Self {
+            shared,
+            workers: Vec::with_capacity(threads - 1),
+            isa,
+            section: Mutex::new(()),
+        };
+        let (report, reports) = std::sync::mpsc::sync_channel(threads);
+        for worker in 1..threads {
+            let shared = Arc::clone(&team.shared);
+            let cpu = cpus.map(|cpus| cpus[worker % cpus.len()]);
+            let report = report.clone();
+            let handle = std::thread::Builder::new()
+                .name(format!("compute-{worker}"))
+                .spawn(move || {
+                    let pinned = cpu.map_or(Ok(()), |cpu| twinfer_sys::pin_thread(&[cpu]));
+                    let usable = pinned.is_ok();
+                    // The receiver is gone only if the team is being dropped after another worker failed.
+                    let _ = report.send(pinned);
+                    drop(report);
+                    if usable {
+                        shared.work(worker);
+                    }
+                })?;
+            team.workers.push(handle);
+        }
+        drop(report);
+        reports.iter().collect::<io::Result<()>>()?;
+        Ok(team)
+    }
+
+    /// Number of threads, the caller included.
+    pub fn threads(&self) -> usize {
+        self.workers.len() + 1
+    }
+
+    /// The instruction set kernels of this team use.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// Calls `body(task, worker)` once for every task in `0..tasks` and returns when all calls have returned. `worker`
+    /// is below [`ThreadTeam::threads`] and differs between calls that run at the same time in this section. Tasks
+    /// start in ascending order. From inside a task, or while another thread's section runs, everything runs inline
+    /// on the calling thread.
+    ///
+    /// # Errors
+    /// [`KernelError::Panicked`] when a call panicked; tasks not yet started are then skipped.
+    pub fn run(&self, tasks: usize, body: impl Fn(usize, usize) + Sync) -> Result<(), KernelError> {
+        let section = if self.workers.is_empty() || tasks < 2 {
+            None
+        } else {
+            self.section.try_lock().ok()
+        };
+        let next = AtomicUsize::new(0);
+        let Some(_section) = section else {
+            return claim(&body, &next, tasks, 0).map_err(KernelError::Panicked);
+        };
+
+        let erased: &(dyn Fn(usize, usize) + Sync) = &body;
+        // SAFETY: only the lifetime changes. The pointer is used by workers between joining and leaving the section,
+        // and `close` below returns only when none is inside and none can join any more.
+        let erased: *const (dyn Fn(usize, usize) + Sync) = unsafe {
+            std::mem::transmute::<
+                &(dyn Fn(usize, usize) + Sync),
+                &'static (dyn Fn(usize, usize) + Sync),
+            >(erased)
+        };
+        self.shared.open(
+            Job {
+                body: erased,
+                next: &raw const next,
+                tasks,
+            },
+            self.workers.len(),
+        );
+        let mine = claim(&body, &next, tasks, 0);
+        let theirs = self.shared.close();
+        mine.and(theirs).map_err(KernelError::Panicked)
+    }
+}
+
+impl Drop for ThreadTeam {
+    fn drop(&mut self) {
+        self.shared.lock().stop = true;
+        self.shared.newest.fetch_add(1, Ordering::Release);
+        self.shared.wake.notify_all();
+        for worker in self.workers.drain(..) {
+            // A worker's panic was reported by the section it happened in.
+            let _ = worker.join();
+        }
+    }
+}
+
+impl Shared {
+    fn new(spin: Duration) -> Self {
+        let state = State {
+            section: 0,
+            job: None,
+            joined: 0,
+            panic: None,
+            stop: false,
+        };
+        Self {
+            state: Mutex::new(state),
+            wake: Condvar::new(),
+            done: Condvar::new(),
+            newest: AtomicU64::new(0),
+            spin,
+        }
+    }
+
+    /// No code that can panic runs under the lock, so a poisoned state is a whole state.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn open(&self, job: Job, workers: usize) {
+        let mut state = self.lock();
+        state.section += 1;
+        state.job = Some(job);
+        self.newest.store(state.section, Ordering::Release);
+        drop(state);
+        // The caller takes a task itself, so a section of n tasks needs n − 1 workers at most.
+        if job.tasks > workers {
+            self.wake.notify_all();
+        } else {
+            (1..job.tasks).for_each(|_| self.wake.notify_one());
+        }
+    }
+
+    /// Lets no more workers in, waits for those inside, and returns the first panic.
+    fn close(&self) -> Result<(), String> {
+        let mut state = self.lock();
+        state.job = None;
+        while state.joined > 0 {
+            state = self
+                .done
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+        state.panic.take().map_or(Ok(()), Err)
+    }
+
+    /// The life of a worker.
+    fn work(&self, worker: usize) {
+        let mut seen = 0;
+        loop {
+            let Some(job) = self.join(&mut seen) else {
+                return;
+            };
+            // SAFETY: joining was counted under the lock while the job was open; `run` keeps both pointees alive
+            // until `leave` has been counted.
+            let outcome = unsafe { claim(&*job.body, &*job.next, job.tasks, worker) };
+            self.leave(outcome);
+        }
+    }
+
+    /// Waits for a section not yet seen and joins it; `None` when the team ends.
+    fn join(&self, seen: &mut u64) -> Option<Job> {
+        if !self.spin.is_zero() {
+            let begin = Instant::now();
+            while self.newest.load(Ordering::Acquire) == *seen && begin.elapsed() < self.spin {
+                std::hint::spin_loop();
+            }
+        }
+        let mut state = self.lock();
+        loop {
+            if state.stop {
+                return None;
+            }
+            if state.section != *seen {
+                *seen = state.section;
+                if let Some(job) = state.job {
+                    state.joined += 1;
+                    return Some(job);
+                }
+            }
+            state = self
+                .wake
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn leave(&self, outcome: Result<(), String>) {
+        let mut state = self.lock();
+        if let Err(message) = outcome {
+            state.panic.get_or_insert(message);
+        }
+        state.joined -= 1;
+        if state.joined == 0 {
+            self.done.notify_one();
+        }
+    }
+}
+
+/// Runs tasks until none is left; a panic takes the remaining ones from everybody.
+fn claim(
+    body: &(impl Fn(usize, usize) + Sync + ?Sized),
+    next: &AtomicUsize,
+    tasks: usize,
+    worker: usize,
+) -> Result<(), String> {
+    catch_unwind(AssertUnwindSafe(|| {
+        loop {
+            let task = next.fetch_add(1, Ordering::Relaxed);
+            if task >= tasks {
+                return;
+            }
+            body(task, worker);
+        }
+    }))
+    .map_err(|payload| {
+        next.store(tasks, Ordering::Relaxed);
+        panic_message(&*payload)
+    })
+}
+
+fn panic_message(payload: &(dyn Any + Send)) -> String {
+    let text = payload
+        .downcast_ref::<&str>()
+        .map(|text| (*text).to_owned());
+    text.or_else(|| payload.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "without a message".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicU32;
+
+    fn team(threads: usize) -> ThreadTeam {
+        ThreadTeam::new(threads, None, Isa::available()[0]).unwrap()
+    }
+
+    #[test]
+    fn every_task_runs_exactly_once() {
+        for threads in 1..=4 {
+            let team = team(threads);
+            for tasks in [0, 1, 2, 3, 7, 100, 1000] {
+                let counts: Vec<AtomicU32> = (0..tasks).map(|_| AtomicU32::new(0)).collect();
+                team.run(tasks, |task, worker| {
+                    assert!(worker < threads);
+                    counts[task].fetch_add(1, Ordering::Relaxed);
+                })
+                .unwrap();
+                assert!(
+                    counts
+                        .iter()
+                        .all(|count| count.load(Ordering::Relaxed) == 1),
+                    "{threads} {tasks}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn many_short_sections_lose_nothing() {
+        for spin in [Duration::ZERO, Duration::from_micros(20)] {
+            let team = ThreadTeam::with_spin(3, None, Isa::available()[0], spin).unwrap();
+            let sum = AtomicUsize::new(0);
+            for _ in 0..3000 {
+                team.run(4, |task, _| {
+                    sum.fetch_add(task, Ordering::Relaxed);
+                })
+                .unwrap();
+            }
+            assert_eq!(sum.into_inner(), 3000 * 6);
+        }
+    }
+
+    #[test]
+    fn two_calls_at_a_time_never_share_a_worker_number() {
+        let team = team(4);
+        let inside: Vec<AtomicU32> = (0..4).map(|_| AtomicU32::new(0)).collect();
+        team.run(2000, |_, worker| {
+            assert_eq!(inside[worker].fetch_add(1, Ordering::SeqCst), 0);
+            std::hint::black_box((0..50).sum::<usize>());
+            inside[worker].fetch_sub(1, Ordering::SeqCst);
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn a_panic_is_an_error_and_the_team_goes_on() {
+        for threads in 1..=3 {
+            let team = team(threads);
+            for bad in [0, 5, 99] {
+                let error = team
+                    .run(100, |task, _| assert!(task != bad, "task {bad} broke"))
+                    .unwrap_err();
+                assert_eq!(error, KernelError::Panicked(format!("task {bad} broke")));
+                team.run(100, |_, _| {}).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn a_section_inside_a_task_runs_inline() {
+        let team = team(2);
+        let sum = AtomicUsize::new(0);
+        team.run(8, |_, _| {
+            team.run(8, |task, worker| {
+                assert_eq!(worker, 0);
+                sum.fetch_add(task, Ordering::Relaxed);
+            })
+            .unwrap();
+        })
+        .unwrap();
+        assert_eq!(sum.into_inner(), 8 * 28);
+    }
+
+    #[test]
+    fn callers_on_several_threads_all_finish() {
+        let team = team(2);
+        let sum = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    for _ in 0..200 {
+                        team.run(5, |task, _| {
+                            sum.fetch_add(task, Ordering::Relaxed);
+                        })
+                        .unwrap();
+                    }
+                });
+            }
+        });
+        assert_eq!(sum.into_inner(), 3 * 200 * 10);
+    }
+
+    #[test]
+    fn impossible_teams_are_refused() {
+        let isa = Isa::available()[0];
+        for (threads, cpus) in [
+            (0, None),
+            (2, Some(&[][..])),
+            (2, Some(&[0, usize::MAX][..])),
+        ] {
+            assert_eq!(
+                ThreadTeam::new(threads, cpus, isa).unwrap_err().kind(),
+                io::ErrorKind::InvalidInput
+            );
+        }
+    }
+}
