@@ -1,3 +1,40 @@
-//! Placeholder.
+//! The `twinfer` binary: arguments to config structs to calls, results to text.
 #![forbid(unsafe_code)]
-fn main() {}
+
+mod args;
+mod commands;
+mod exit;
+mod logging;
+mod output;
+
+use clap::Parser;
+use clap::error::ErrorKind;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::ExitCode;
+
+/// Prefill allocates and frees large buffers on many threads; the system's allocator serialises them.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+fn main() -> ExitCode {
+    exit::install_panic_hook();
+    let outcome = catch_unwind(AssertUnwindSafe(|| match args::Cli::try_parse() {
+        Ok(cli) => commands::run(cli),
+        Err(error) => usage(&error),
+    }));
+    match outcome {
+        Ok(Ok(())) => ExitCode::SUCCESS,
+        Ok(Err(failure)) => failure.report(),
+        // The hook has said what happened.
+        Err(_) => exit::Code::Internal.into(),
+    }
+}
+
+/// Help and version are results, all else is a mistake in the arguments.
+fn usage(error: &clap::Error) -> exit::Outcome {
+    let text = error.render();
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => output::write(&text),
+        _ => Err(exit::Failure::shown(exit::Code::Usage, text.to_string())),
+    }
+}

@@ -53,7 +53,7 @@ pub struct ServeConfig {
     /// `both`: prefill and decode in this instance; `prefill`: compute prompts and keep their KV for
     /// a decode instance; `decode`: read KV from prefill instances and generate.
     #[arg(long, default_value = "both", value_parser = parse_role)]
-    #[schemars(with = "String")]
+    #[schemars(with = "String", extend("enum" = ["both", "prefill", "decode"]))]
     pub role: twinfer_protocol::Role,
 
     /// Model name that clients use; the directory's name if absent.

@@ -1,2 +1,26 @@
-//! Placeholder.
+//! Deployment file, plan and supervision: what `twinfer plan` prints and `twinfer up` runs.
 #![forbid(unsafe_code)]
+
+mod command;
+mod cores;
+mod diagnostic;
+mod example;
+mod facts;
+mod file;
+mod load;
+mod plan;
+mod ports;
+mod resolve;
+mod schema;
+mod source;
+
+pub use diagnostic::{Diagnostic, Diagnostics, Place};
+pub use example::{example, schema};
+pub use facts::local_facts;
+pub use file::{
+    Connector, CoreSet, DeploymentFile, Engine, HandoffSpec, InstanceSpec, ModelSpec, NodeSpec,
+    OneOrList, RouterSpec,
+};
+pub use load::{Deployment, LoadError};
+pub use plan::{Facts, Plan, PlannedInstance, PlannedRouter, PlannedVariable, shell_line};
+pub use resolve::resolve;

@@ -1,0 +1,28 @@
+use crate::args::PlanArgs;
+use crate::exit::{Code, Failure, Outcome};
+use crate::output;
+use std::path::Path;
+use twinfer_deploy::{Deployment, Diagnostics, LoadError, Plan, local_facts, resolve};
+
+pub(crate) fn run(args: &PlanArgs) -> Outcome {
+    let plan = load(&args.file)?;
+    if args.json {
+        output::json(&plan)
+    } else {
+        output::write(&plan)
+    }
+}
+
+/// Reads and resolves a file for this machine.
+pub(crate) fn load(file: &Path) -> Result<Plan, Failure> {
+    let deployment = Deployment::load(file).map_err(|error| match error {
+        LoadError::Wrong(wrong) => diagnostics(&wrong),
+        LoadError::Io { .. } => Failure::new(Code::Config, error),
+    })?;
+    resolve(&deployment, &local_facts(&deployment)).map_err(|wrong| diagnostics(&wrong))
+}
+
+/// A file's mistakes, and the exit code for them.
+pub(crate) fn diagnostics(wrong: &Diagnostics) -> Failure {
+    Failure::shown(Code::Config, wrong.to_string())
+}

@@ -1,0 +1,201 @@
+//! A deployment resolved: every process with its cores, ports, environment and command line. Pure:
+//! equal files and facts give equal plans.
+
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fmt::{self, Write as _};
+use std::path::PathBuf;
+use twinfer_protocol::Role;
+
+/// What `resolve` must know of the machines.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Facts {
+    /// Cores that may be used, by name of the node. A node that is not here must list its cores in
+    /// the file.
+    pub cores: BTreeMap<String, Vec<u32>>,
+    /// Why the model cannot be served, if that is known.
+    pub model_problem: Option<String>,
+}
+
+/// The whole plan.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Plan {
+    /// Name of the deployment.
+    pub deployment: String,
+    /// Model directory.
+    pub model: PathBuf,
+    /// Name that clients use.
+    pub served_model_name: String,
+    /// Instances in the order of the file.
+    pub instances: Vec<PlannedInstance>,
+    /// The router.
+    pub router: PlannedRouter,
+    /// What is allowed but likely not meant.
+    pub warnings: Vec<String>,
+}
+
+/// One instance.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct PlannedInstance {
+    /// Name, unique in the plan.
+    pub name: String,
+    /// Role.
+    pub role: Role,
+    /// Name of its node.
+    pub node: String,
+    /// Cores, its own unless the node shares cores.
+    pub cores: Vec<u32>,
+    /// Address that it listens on.
+    pub host: String,
+    /// HTTP port.
+    pub port: u16,
+    /// Port that it hands KV over at.
+    pub kv_port: Option<u16>,
+    /// Environment.
+    pub environment: Vec<PlannedVariable>,
+    /// Command line.
+    pub command: Vec<String>,
+}
+
+/// The router.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct PlannedRouter {
+    /// Name of its node.
+    pub node: String,
+    /// Address that it listens on.
+    pub host: String,
+    /// HTTP port.
+    pub port: u16,
+    /// Environment.
+    pub environment: Vec<PlannedVariable>,
+    /// Command line.
+    pub command: Vec<String>,
+}
+
+/// An environment variable by name; plans hold no secrets.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct PlannedVariable {
+    /// Name.
+    pub name: String,
+    /// Where its value comes from.
+    pub source: &'static str,
+}
+
+impl PlannedInstance {
+    /// `http://host:port`.
+    pub fn url(&self) -> String {
+        format!("http://{}", address(&self.host, self.port))
+    }
+}
+
+impl PlannedRouter {
+    /// `http://host:port`.
+    pub fn url(&self) -> String {
+        format!("http://{}", address(&self.host, self.port))
+    }
+}
+
+impl Plan {
+    /// Every port that the plan listens on: node, address, number, and what for.
+    pub fn ports(&self) -> Vec<(&str, &str, u16, String)> {
+        let mut ports = Vec::new();
+        for instance in &self.instances {
+            let (node, host) = (instance.node.as_str(), instance.host.as_str());
+            ports.push((
+                node,
+                host,
+                instance.port,
+                format!("instance {}, HTTP", instance.name),
+            ));
+            ports.extend(instance.kv_port.map(|port| {
+                (
+                    node,
+                    host,
+                    port,
+                    format!("instance {}, KV handoff", instance.name),
+                )
+            }));
+        }
+        ports.push((
+            &self.router.node,
+            &self.router.host,
+            self.router.port,
+            "router, HTTP".to_owned(),
+        ));
+        ports
+    }
+}
+
+/// `host:port`, with brackets around an IPv6 address.
+pub(crate) fn address(host: &str, port: u16) -> String {
+    if host.contains(':') && !host.starts_with('[') {
+        format!("[{host}]:{port}")
+    } else {
+        format!("{host}:{port}")
+    }
+}
+
+impl fmt::Display for Plan {
+    /// One line per fact, so that plans can be compared with `diff`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "deployment {}", self.deployment)?;
+        writeln!(
+            f,
+            "model      {} as {}",
+            self.model.display(),
+            self.served_model_name
+        )?;
+        for instance in &self.instances {
+            writeln!(f, "\ninstance   {}", instance.name)?;
+            writeln!(f, "  role     {}", instance.role)?;
+            writeln!(f, "  node     {}", instance.node)?;
+            writeln!(f, "  cores    {}", crate::CoreSet::text(&instance.cores))?;
+            writeln!(f, "  http     {}", address(&instance.host, instance.port))?;
+            if let Some(port) = instance.kv_port {
+                writeln!(f, "  kv       {}", address(&instance.host, port))?;
+            }
+            process(f, &instance.environment, &instance.command)?;
+        }
+        writeln!(f, "\nrouter")?;
+        writeln!(f, "  node     {}", self.router.node)?;
+        writeln!(
+            f,
+            "  http     {}",
+            address(&self.router.host, self.router.port)
+        )?;
+        process(f, &self.router.environment, &self.router.command)?;
+        for warning in &self.warnings {
+            writeln!(f, "\nwarning: {warning}")?;
+        }
+        Ok(())
+    }
+}
+
+fn process(
+    f: &mut fmt::Formatter<'_>,
+    environment: &[PlannedVariable],
+    command: &[String],
+) -> fmt::Result {
+    for variable in environment {
+        writeln!(f, "  env      {} ({})", variable.name, variable.source)?;
+    }
+    writeln!(f, "  command  {}", shell_line(command))
+}
+
+/// A command line as a shell reads it.
+pub fn shell_line(command: &[String]) -> String {
+    let mut line = String::new();
+    for (index, word) in command.iter().enumerate() {
+        if index > 0 {
+            line.push(' ');
+        }
+        let plain = |c: char| c.is_ascii_alphanumeric() || "-_./:=,@%+[]".contains(c);
+        // Brackets are patterns to a shell only when they match a file; quoting them is safer.
+        if !word.is_empty() && word.chars().all(|c| plain(c) && c != '[' && c != ']') {
+            line.push_str(word);
+        } else {
+            let _ = write!(line, "'{}'", word.replace('\'', "'\\''"));
+        }
+    }
+    line
+}

@@ -1,0 +1,154 @@
+//! Which ports an instance listens on: those of the file, else the lowest free ones.
+
+use crate::diagnostic::Diagnostic;
+use crate::file::OneOrList;
+use crate::load::Deployment;
+use crate::resolve::Draft;
+use crate::source::{Step, steps};
+use std::collections::BTreeMap;
+use std::num::NonZeroU16;
+use twinfer_protocol::Role;
+
+/// First HTTP port that is picked.
+const FIRST_PORT: u16 = 8100;
+/// First KV port that is picked.
+const FIRST_KV_PORT: u16 = 8500;
+
+/// Ports taken on each node, with the line that took them.
+type Taken = BTreeMap<(String, u16), (String, u32)>;
+
+/// Sets the ports of all drafts.
+pub(crate) fn allot(
+    deployment: &Deployment,
+    drafts: &mut [Draft<'_>],
+    router_node: Option<&str>,
+    found: &mut Vec<Diagnostic>,
+) {
+    let mut taken = Taken::new();
+    if let Some(node) = router_node {
+        let at = steps!["router", "port"];
+        take(
+            deployment,
+            &mut taken,
+            node,
+            deployment.file.router.port.get(),
+            "the router",
+            at,
+            found,
+        );
+    }
+    // Numbers of the file first, so that a picked one never takes one of them.
+    for draft in drafts.iter_mut() {
+        if let Some(ports) = &draft.spec.port {
+            let at = steps!["instances", draft.group, "port"];
+            draft.port =
+                given(deployment, ports, draft, at, &mut taken, "HTTP", found).unwrap_or(0);
+        }
+        if let (Some(ports), Role::Prefill) = (&draft.spec.kv_port, draft.spec.role) {
+            let at = steps!["instances", draft.group, "kv-port"];
+            draft.kv_port = given(deployment, ports, draft, at, &mut taken, "KV", found);
+        }
+    }
+    for draft in drafts.iter_mut() {
+        if draft.spec.port.is_none() {
+            draft.port = pick(deployment, draft, &mut taken, FIRST_PORT, found);
+        }
+        if draft.spec.kv_port.is_none() && draft.spec.role == Role::Prefill {
+            draft.kv_port = Some(pick(deployment, draft, &mut taken, FIRST_KV_PORT, found));
+        }
+    }
+}
+
+fn given(
+    deployment: &Deployment,
+    ports: &OneOrList<NonZeroU16>,
+    draft: &Draft<'_>,
+    at: &[Step],
+    taken: &mut Taken,
+    what: &str,
+    found: &mut Vec<Diagnostic>,
+) -> Option<u16> {
+    let port = match ports {
+        // A list of another length has been reported.
+        OneOrList::List(list) => list.get(draft.number)?.get(),
+        OneOrList::One(first) => {
+            let port = u16::try_from(draft.number)
+                .ok()
+                .and_then(|number| first.get().checked_add(number));
+            let Some(port) = port else {
+                if draft.number == usize::from(u16::MAX - first.get()) + 1 {
+                    found.push(deployment.wrong(
+                        at,
+                        format!(
+                            "{} instances from port {first} on pass 65535",
+                            draft.spec.count
+                        ),
+                        Some(format!(
+                            "highest first port: {}",
+                            (1u32 << 16).saturating_sub(draft.spec.count)
+                        )),
+                    ));
+                }
+                return None;
+            };
+            port
+        }
+    };
+    take(
+        deployment,
+        taken,
+        &draft.node.name,
+        port,
+        &format!("instance {} ({what})", draft.name),
+        at,
+        found,
+    );
+    Some(port)
+}
+
+fn take(
+    deployment: &Deployment,
+    taken: &mut Taken,
+    node: &str,
+    port: u16,
+    who: &str,
+    at: &[Step],
+    found: &mut Vec<Diagnostic>,
+) {
+    let key = (node.to_owned(), port);
+    if let Some((other, line)) = taken.get(&key) {
+        let next = (port..=u16::MAX).find(|port| !taken.contains_key(&(node.to_owned(), *port)));
+        found.push(deployment.wrong(
+            at,
+            format!("port {port} on node {node} is given to {who} and to {other} (line {line})"),
+            next.map(|next| format!("next free number: {next}")),
+        ));
+        return;
+    }
+    taken.insert(key, (who.to_owned(), deployment.line(at)));
+}
+
+fn pick(
+    deployment: &Deployment,
+    draft: &Draft<'_>,
+    taken: &mut Taken,
+    from: u16,
+    found: &mut Vec<Diagnostic>,
+) -> u16 {
+    let node = &draft.node.name;
+    let at = steps!["instances", draft.group, "name"];
+    let Some(port) = (from..=u16::MAX).find(|port| !taken.contains_key(&(node.clone(), *port)))
+    else {
+        found.push(deployment.wrong(
+            at,
+            format!("no port from {from} on is left for instance {}", draft.name),
+            None,
+        ));
+        return 0;
+    };
+    taken.insert(
+        (node.clone(), port),
+        (format!("instance {}", draft.name), deployment.line(at)),
+    );
+    port
+}
