@@ -148,3 +148,137 @@ impl Automaton {
         false
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn matcher(stops: &[&str], include: bool) -> StopMatcher {
+        let stops: Vec<String> = stops.iter().map(|&s| s.to_owned()).collect();
+        StopMatcher::new(&stops, include).unwrap()
+    }
+
+    /// The text shown for these pieces, and the hit.
+    fn run(matcher: &mut StopMatcher, pieces: &[&str]) -> (String, Option<usize>) {
+        let mut text = String::new();
+        for piece in pieces {
+            let step = matcher.push(piece);
+            text += &step.text;
+            if step.hit.is_some() {
+                return (text, step.hit);
+            }
+        }
+        (text + &matcher.finish(), None)
+    }
+
+    #[test]
+    fn stops_are_found_wherever_they_lie() {
+        for (stops, pieces, shown, hit) in [
+            (&["cde"][..], &["ab", "c", "d", "ef"][..], "ab", Some(0)), // over three tokens
+            (&["DE"], &["ABC", "xDEF"], "ABCx", Some(0)),               // inside one
+            (&["ab"], &["a", "b"], "", Some(0)),                        // first character
+            (&["bcd", "abc"], &["xabcd"], "x", Some(1)), // overlapping: the first to end
+            (&["bc", "abc"], &["abc"], "a", Some(0)),    // same end: the first listed
+            (&["abc", "bc"], &["abc"], "", Some(0)),
+            (&["🚀"], &["go ", "🚀!"], "go ", Some(0)),
+            (&["\n\nUser:"], &["a\n\nUs", "ed"], "a\n\nUsed", None), // never completes
+            (&["aab"], &["aaab"], "a", Some(0)), // restart inside a partial match
+            (&["abcd"], &["ab", "c"], "abc", None), // flushed at the end
+            (&[], &["abc"], "abc", None),
+        ] {
+            assert_eq!(
+                run(&mut matcher(stops, false), pieces),
+                (shown.to_owned(), hit),
+                "{stops:?} {pieces:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn an_included_stop_ends_the_text() {
+        let mut stop = matcher(&["END"], true);
+        assert_eq!(
+            run(&mut stop, &["a E", "ND b"]),
+            ("a END".to_owned(), Some(0))
+        );
+        assert_eq!(stop.matched(), Some("END"));
+        assert_eq!(
+            stop.push("more"),
+            StopStep {
+                text: String::new(),
+                hit: Some(0)
+            }
+        );
+        assert_eq!(stop.finish(), "");
+    }
+
+    #[test]
+    fn text_that_cannot_become_a_stop_is_not_held_back() {
+        let mut stop = matcher(&["</answer>"], false);
+        assert_eq!(stop.push("hello ").text, "hello ");
+        assert_eq!(stop.push("a </ans").text, "a ");
+        assert_eq!(stop.push("x").text, "</ansx");
+    }
+
+    #[test]
+    fn passed_text_neither_matches_nor_begins_a_match() {
+        let mut stop = matcher(&["ab"], false);
+        assert_eq!(stop.pass("ab a"), "ab a");
+        assert_eq!(stop.push("b").text, "b");
+        assert_eq!(stop.push("a").text, "");
+        assert_eq!(stop.pass("b"), "ab");
+        assert_eq!(run(&mut stop, &["ab"]), (String::new(), Some(0)));
+    }
+
+    #[test]
+    fn empty_stops_are_refused() {
+        let stops = ["a".to_owned(), String::new()];
+        assert!(matches!(
+            StopMatcher::new(&stops, false),
+            Err(TextError::EmptyStop { index: 1 })
+        ));
+    }
+
+    /// All places where a stop ends, searched naively.
+    fn naive(text: &str, stops: &[String], include: bool) -> (String, Option<usize>) {
+        let ends = (1..=text.len()).filter(|&end| text.is_char_boundary(end));
+        let hit = ends
+            .flat_map(|end| (0..stops.len()).map(move |i| (end, i)))
+            .find(|&(end, i)| text[..end].ends_with(&stops[i]));
+        match hit {
+            Some((end, i)) => {
+                let keep = if include { end } else { end - stops[i].len() };
+                (text[..keep].to_owned(), Some(i))
+            }
+            None => (text.to_owned(), None),
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_cut_gives_what_a_naive_search_gives(
+            pieces in prop::collection::vec("[ab中]{0,5}", 0..12),
+            stops in prop::collection::vec("[ab中]{1,4}", 0..4),
+            include in any::<bool>(),
+        ) {
+            let longest = stops.iter().map(|s| s.chars().count()).max().unwrap_or(1);
+            let mut matcher = StopMatcher::new(&stops, include).unwrap();
+            let (mut shown, mut fed, mut hit) = (String::new(), 0, None);
+            for piece in &pieces {
+                let step = matcher.push(piece);
+                shown += &step.text;
+                fed += piece.chars().count();
+                if step.hit.is_some() {
+                    hit = step.hit;
+                    break;
+                }
+                prop_assert!(fed - shown.chars().count() < longest);
+            }
+            if hit.is_none() {
+                shown += &matcher.finish();
+            }
+            prop_assert_eq!((shown, hit), naive(&pieces.concat(), &stops, include));
+        }
+    }
+}

@@ -105,16 +105,17 @@ fn join(field: &str, parts: &[Json]) -> Result<String, TemplateError> {
 
 /// The API carries arguments as JSON text, templates expect the object.
 fn parse_arguments(call: &mut Json) {
-    if let Some(arguments) = call
+    let Some(arguments) = call
         .get_mut("function")
         .and_then(|f| f.get_mut("arguments"))
-    {
-        if let Some(map) = arguments
-            .as_str()
-            .and_then(|t| serde_json::from_str::<Map<String, Json>>(t).ok())
-        {
-            *arguments = Json::Object(map);
-        }
+    else {
+        return;
+    };
+    let parsed = arguments
+        .as_str()
+        .and_then(|text| serde_json::from_str::<Map<_, _>>(text).ok());
+    if let Some(map) = parsed {
+        *arguments = Json::Object(map);
     }
 }
 

@@ -134,7 +134,17 @@ impl ChatTemplate {
             return Err(TemplateError::ReservedKwarg(name.clone()));
         }
         let messages = normalise(messages, self.wants_parts)?;
-        let tools = tools.filter(|t| t.as_array().is_none_or(|list| !list.is_empty()));
+        let tools = match tools {
+            None | Some(Json::Null) => None,
+            Some(Json::Array(list)) => tools.filter(|_| !list.is_empty()),
+            Some(_) => {
+                let message = "must be a list of tools or null".to_owned();
+                return Err(TemplateError::Messages {
+                    param: "tools".to_owned(),
+                    message,
+                });
+            }
+        };
         self.run(&messages, add_generation_prompt, tools, kwargs)
             .map_err(|e| classify(&e))
     }
@@ -171,6 +181,9 @@ impl ChatTemplate {
             has_default |= name == "default";
             self.has_tool_use |= name == "tool_use";
             names.push(name.clone());
+            if name != "default" && name != "tool_use" {
+                continue;
+            }
             self.env
                 .add_template_owned(name.clone(), python::without_generation_marks(&template))
                 .map_err(|e| format!("template {name}: {}", describe(&e)))?;

@@ -80,6 +80,8 @@ pub(super) fn method(
                 let (suffix,): (&str,) = from_args(args)?;
                 return Ok(Value::from(text.strip_suffix(suffix).unwrap_or(text)));
             }
+            // The library formats first and charges afterwards.
+            "format" => state.consume_fuel(format_cost(text, args))?,
             "partition" | "rpartition" => {
                 let (sep,): (&str,) = from_args(args)?;
                 let halves = if name == "partition" {
@@ -98,6 +100,24 @@ pub(super) fn method(
         }
     }
     unknown_method_callback(state, value, name, args)
+}
+
+/// Upper bound of what `str.format` writes, in units of 64 bytes: every number in the text may be a
+/// width, every field may show the longest argument.
+fn format_cost(text: &str, args: &[Value]) -> u64 {
+    let widths = text
+        .split(|c: char| !c.is_ascii_digit())
+        .filter(|run| !run.is_empty());
+    let widths = widths.fold(0_u64, |sum, run| {
+        sum.saturating_add(run.parse().unwrap_or(u64::MAX))
+    });
+    let fields = text.matches('{').count() as u64;
+    let longest = args
+        .iter()
+        .map(|a| a.as_str().map_or(64, str::len))
+        .max()
+        .unwrap_or(0) as u64;
+    widths.saturating_add(fields.saturating_mul(longest)) / 64
 }
 
 /// `{{ value }}` as Python's `str()`.
@@ -131,6 +151,10 @@ pub(super) fn string(state: &State, value: &Value) -> Result<Value, Error> {
 }
 
 /// `json.dumps(value, ensure_ascii=False, indent=…, separators=…, sort_keys=…)`.
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "the template engine passes keyword arguments so"
+)]
 pub(super) fn tojson(
     state: &State,
     value: &Value,
@@ -246,12 +270,11 @@ impl Writer<'_, '_, '_> {
         self.out.push(open);
         let mut count = 0;
         for item in value.try_iter()?.checked() {
-            self.separate(count, depth + 1);
+            self.separate(count, depth + 1)?;
             self.write(&item?, depth + 1)?;
             count += 1;
         }
-        self.close(count, depth, close);
-        Ok(())
+        self.close(count, depth, close)
     }
 
     fn map(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
@@ -262,7 +285,7 @@ impl Writer<'_, '_, '_> {
         self.out.push('{');
         let mut count = 0;
         for key in keys {
-            self.separate(count, depth + 1);
+            self.separate(count, depth + 1)?;
             match (&self.style, key.as_str()) {
                 (Style::Json { .. }, None) => {
                     self.out.push('"');
@@ -278,36 +301,42 @@ impl Writer<'_, '_, '_> {
             self.write(&value.get_item(&key)?, depth + 1)?;
             count += 1;
         }
-        self.close(count, depth, '}');
-        Ok(())
+        self.close(count, depth, '}')
     }
 
-    fn separate(&mut self, count: usize, depth: usize) {
+    fn separate(&mut self, count: usize, depth: usize) -> Result<(), Error> {
         match &self.style {
             Style::Python if count > 0 => self.out.push_str(", "),
             Style::Python => {}
-            Style::Json { indent, item, .. } => {
+            Style::Json {
+                indent, item, key, ..
+            } => {
+                let spaces = indent.map_or(0, |n| n * depth);
+                self.state
+                    .consume_fuel(((spaces + item.len() + key.len()) / 64) as u64)?;
                 if count > 0 {
                     self.out.push_str(item);
                 }
-                if let Some(indent) = *indent {
-                    newline(self.out, indent * depth);
+                if indent.is_some() {
+                    newline(self.out, spaces);
                 }
             }
         }
+        Ok(())
     }
 
-    fn close(&mut self, count: usize, depth: usize, bracket: char) {
+    fn close(&mut self, count: usize, depth: usize, bracket: char) -> Result<(), Error> {
         if let Style::Json {
             indent: Some(indent),
             ..
         } = self.style
+            && count > 0
         {
-            if count > 0 {
-                newline(self.out, indent * depth);
-            }
+            self.state.consume_fuel((indent * depth / 64) as u64)?;
+            newline(self.out, indent * depth);
         }
         self.out.push(bracket);
+        Ok(())
     }
 
     fn text(&mut self, text: &str) -> Result<(), Error> {

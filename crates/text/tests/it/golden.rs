@@ -1,20 +1,16 @@
 //! Three real tokenizer families against outputs of the reference implementation.
 
+use crate::common::{FAMILIES, dir, tokenizer};
 use serde_json::Value;
-use std::path::PathBuf;
 use std::sync::Arc;
 use twinfer_text::{ChatTemplate, IncrementalDetokenizer, TemplateState, Tokenizer};
 
-const FAMILIES: [&str; 3] = ["deepseek", "llama3", "qwen"];
-
 fn load(family: &str) -> (Arc<Tokenizer>, ChatTemplate, Value) {
-    let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
-        .join("../../testdata/tokenizers")
-        .join(family);
-    let tokenizer = Tokenizer::from_dir(&dir).unwrap();
-    let template = ChatTemplate::from_dir(&dir, &tokenizer).unwrap();
-    let golden = serde_json::from_slice(&std::fs::read(dir.join("golden.json")).unwrap()).unwrap();
-    (Arc::new(tokenizer), template, golden)
+    let tokenizer = tokenizer(family);
+    let template = ChatTemplate::from_dir(&dir(family), &tokenizer).unwrap();
+    let golden =
+        serde_json::from_slice(&std::fs::read(dir(family).join("golden.json")).unwrap()).unwrap();
+    (tokenizer, template, golden)
 }
 
 fn ids(value: &Value) -> Vec<u32> {

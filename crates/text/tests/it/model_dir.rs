@@ -1,0 +1,236 @@
+//! Model directories as they come: ids at several places, broken and missing files, templates (C6.9).
+
+use crate::common::dir;
+use serde_json::{Value, json};
+use std::path::Path;
+use twinfer_text::{ChatTemplate, TemplateError, TemplateState, TextError, Tokenizer};
+
+/// A copy of the Qwen directory without template and ids, to be completed by a test.
+fn model() -> tempfile::TempDir {
+    let out = tempfile::tempdir().unwrap();
+    std::fs::copy(
+        dir("qwen").join("tokenizer.json"),
+        out.path().join("tokenizer.json"),
+    )
+    .unwrap();
+    out
+}
+
+fn write(dir: &Path, name: &str, value: &Value) {
+    std::fs::write(dir.join(name), value.to_string()).unwrap();
+}
+
+fn template(dir: &Path) -> ChatTemplate {
+    let tokenizer = Tokenizer::from_dir(dir).unwrap();
+    ChatTemplate::from_dir(dir, &tokenizer).unwrap()
+}
+
+fn render(dir: &Path) -> Result<String, TemplateError> {
+    template(dir).render(
+        &json!([{"role": "user", "content": "hi"}]),
+        false,
+        None,
+        None,
+    )
+}
+
+#[test]
+fn end_of_sequence_ids_come_from_generation_config_then_config_then_the_tokenizer() {
+    let model = model();
+    let dir = model.path();
+    let eos = || Tokenizer::from_dir(dir).unwrap().eos_ids().to_vec();
+    assert_eq!(eos(), [] as [u32; 0]);
+    write(
+        dir,
+        "tokenizer_config.json",
+        &json!({"eos_token": {"content": "<|im_end|>"}, "bos_token": null}),
+    );
+    assert_eq!(eos(), [507]);
+    write(
+        dir,
+        "config.json",
+        &json!({"eos_token_id": 5, "vocab_size": 600}),
+    );
+    assert_eq!(eos(), [5]);
+    write(
+        dir,
+        "generation_config.json",
+        &json!({"eos_token_id": [507, 505]}),
+    );
+    assert_eq!(eos(), [507, 505]);
+    for bad in [json!(600), json!([1, -1]), json!("5"), json!(1.5)] {
+        write(dir, "generation_config.json", &json!({"eos_token_id": bad}));
+        let message = Tokenizer::from_dir(dir).unwrap_err().to_string();
+        assert!(
+            message.contains("generation_config.json") && message.contains("below 600"),
+            "{message}"
+        );
+    }
+}
+
+#[test]
+fn ids_of_padded_embedding_rows_decode_to_nothing() {
+    let model = model();
+    write(model.path(), "config.json", &json!({"vocab_size": 600}));
+    let tokenizer = Tokenizer::from_dir(model.path()).unwrap();
+    assert_eq!((tokenizer.vocab_size(), tokenizer.id_limit()), (512, 600));
+    assert_eq!(tokenizer.decode(&[39, 599, 0], false).unwrap(), "H!");
+    assert!(matches!(
+        tokenizer.decode(&[600], false),
+        Err(TextError::UnknownToken {
+            id: 600,
+            limit: 600
+        })
+    ));
+}
+
+#[test]
+fn the_hash_covers_tokenizer_and_template_only() {
+    let model = model();
+    let dir = model.path();
+    let hash = || Tokenizer::from_dir(dir).unwrap().content_hash().to_owned();
+    let bare = hash();
+    assert_eq!(bare.len(), 32);
+    write(dir, "config.json", &json!({"vocab_size": 600}));
+    assert_eq!(hash(), bare);
+    write(dir, "tokenizer_config.json", &json!({"chat_template": "a"}));
+    let first = hash();
+    std::fs::write(dir.join("chat_template.jinja"), "b").unwrap();
+    let second = hash();
+    let mut text = std::fs::read_to_string(dir.join("tokenizer.json")).unwrap();
+    text.push('\n');
+    std::fs::write(dir.join("tokenizer.json"), text).unwrap();
+    let all = [bare, first, second, hash()];
+    assert!((1..4).all(|i| !all[..i].contains(&all[i])), "{all:?}");
+}
+
+#[test]
+fn broken_files_are_named() {
+    let model = model();
+    let dir = model.path();
+    for (name, content) in [
+        ("tokenizer_config.json", "{"),
+        ("config.json", "<html>"),
+        ("generation_config.json", ""),
+    ] {
+        std::fs::write(dir.join(name), content).unwrap();
+        let message = Tokenizer::from_dir(dir).unwrap_err().to_string();
+        assert!(message.contains(name), "{message}");
+        std::fs::remove_file(dir.join(name)).unwrap();
+    }
+    for content in [
+        "",
+        "{}",
+        "version https://git-lfs.github.com/spec/v1",
+        "{\"model\": {\"type\": \"BPE\"}}",
+    ] {
+        std::fs::write(dir.join("tokenizer.json"), content).unwrap();
+        let message = Tokenizer::from_dir(dir).unwrap_err().to_string();
+        assert!(message.contains("tokenizer.json"), "{message}");
+    }
+    std::fs::remove_file(dir.join("tokenizer.json")).unwrap();
+    assert!(matches!(
+        Tokenizer::from_dir(dir),
+        Err(TextError::Read { .. })
+    ));
+}
+
+#[test]
+fn a_template_file_wins_over_the_tokenizer_config() {
+    let model = model();
+    let dir = model.path();
+    write(
+        dir,
+        "tokenizer_config.json",
+        &json!({"chat_template": "config {{ messages[0].content }}"}),
+    );
+    assert_eq!(render(dir).unwrap(), "config hi");
+    std::fs::write(
+        dir.join("chat_template.jinja"),
+        "file {{ messages[0].content }}\n",
+    )
+    .unwrap();
+    assert_eq!(render(dir).unwrap(), "file hi");
+    std::fs::remove_file(dir.join("tokenizer_config.json")).unwrap();
+    assert_eq!(render(dir).unwrap(), "file hi");
+}
+
+#[test]
+fn named_templates_are_chosen_by_tools() {
+    let model = model();
+    let dir = model.path();
+    let list = json!([
+        {"name": "tool_use", "template": "tools {{ tools|length }}"},
+        {"name": "rag", "template": "{% unknown %}"},
+        {"name": "default", "template": "plain {{ tools is none }}"},
+    ]);
+    write(
+        dir,
+        "tokenizer_config.json",
+        &json!({"chat_template": list}),
+    );
+    let template = template(dir);
+    assert_eq!(*template.state(), TemplateState::Ready);
+    let messages = json!([{"role": "user", "content": "hi"}]);
+    let tools = json!([{"type": "function", "function": {"name": "f"}}]);
+    assert_eq!(
+        template
+            .render(&messages, true, Some(&tools), None)
+            .unwrap(),
+        "tools 1"
+    );
+    assert_eq!(
+        template
+            .render(&messages, true, Some(&json!([])), None)
+            .unwrap(),
+        "plain True"
+    );
+    assert_eq!(
+        template
+            .render(&messages, true, Some(&Value::Null), None)
+            .unwrap(),
+        "plain True"
+    );
+}
+
+#[test]
+fn unusable_templates_are_a_state_with_a_reason_and_the_tokenizer_still_works() {
+    let model = model();
+    let dir = model.path();
+    assert_eq!(*template(dir).state(), TemplateState::Missing);
+    assert_eq!(render(dir), Err(TemplateError::Missing));
+    let cases = [
+        (
+            json!("{% for m in messages %}{{ m.content }}"),
+            "syntax error",
+        ),
+        (json!("{{ messages | no_such_filter }}"), "no_such_filter"),
+        (json!("{{ no_such_function() }}"), "no_such_function"),
+        (
+            json!("{% if messages is no_such_test %}{% endif %}"),
+            "no_such_test",
+        ),
+        (json!(7), "neither a string nor a list"),
+        (json!([{"name": "default"}]), "chat_template[0]"),
+        (json!([{"name": "rag", "template": "x"}]), "default"),
+    ];
+    for (value, reason) in cases {
+        write(
+            dir,
+            "tokenizer_config.json",
+            &json!({"chat_template": value}),
+        );
+        let tokenizer = Tokenizer::from_dir(dir).unwrap();
+        assert_eq!(tokenizer.encode("Hi", false).unwrap().len(), 2);
+        let template = ChatTemplate::from_dir(dir, &tokenizer).unwrap();
+        let TemplateState::Broken(why) = template.state() else {
+            panic!("{value} is {:?}", template.state())
+        };
+        assert!(why.contains(reason), "{value}: {why}");
+        let error = twinfer_protocol::ApiError::from(render(dir).unwrap_err());
+        assert_eq!(error.kind.status(), 400);
+        assert!(error.message.contains(reason), "{value}: {}", error.message);
+    }
+    std::fs::write(dir.join("chat_template.jinja"), b"\xff").unwrap();
+    assert!(matches!(render(dir), Err(TemplateError::Broken(why)) if why.contains("UTF-8")));
+}
