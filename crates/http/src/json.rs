@@ -149,7 +149,11 @@ pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
     })
 }
 
-fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
+/// Is the body JSON by its content type? None at all is taken for JSON.
+///
+/// # Errors
+/// [`ErrorKind::UnsupportedMediaType`].
+pub fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
     let Some(value) = headers.get(CONTENT_TYPE) else {
         return Ok(());
     };

@@ -10,6 +10,7 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use std::convert::Infallible;
+use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -40,6 +41,10 @@ pub struct ServeOptions {
     /// Paths that are served in every state and not counted as in flight.
     pub is_control: fn(&str) -> bool,
 }
+
+/// Extension of every request: the other end of its connection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ClientAddr(pub SocketAddr);
 
 impl Default for ServeOptions {
     fn default() -> Self {
@@ -92,8 +97,9 @@ where
             () = &mut closed => break,
             Some(_) = connections.join_next() => {}
             (accepted, slot) = accepted => match accepted {
-                Ok((stream, _)) => {
-                    let connection = connection(stream, service.clone(), options, drain.clone());
+                Ok((stream, client)) => {
+                    let client = ClientAddr(client);
+                    let connection = connection(stream, client, service.clone(), options, drain.clone());
                     connections.spawn(async move {
                         connection.await;
                         drop(slot);
@@ -114,8 +120,13 @@ where
     connections.shutdown().await;
 }
 
-async fn connection<S, B>(stream: TcpStream, service: S, options: ServeOptions, drain: Drain)
-where
+async fn connection<S, B>(
+    stream: TcpStream,
+    client: ClientAddr,
+    service: S,
+    options: ServeOptions,
+    drain: Drain,
+) where
     S: Service<Request<Incoming>, Response = Response<B>, Error = Infallible>
         + Clone
         + Send
@@ -129,7 +140,8 @@ where
         return;
     }
     let counted = drain.clone();
-    let handler = service_fn(move |request: Request<Incoming>| {
+    let handler = service_fn(move |mut request: Request<Incoming>| {
+        request.extensions_mut().insert(client);
         let (service, drain) = (service.clone(), counted.clone());
         async move { Ok::<_, Infallible>(answer(service, request, options, &drain).await) }
     });

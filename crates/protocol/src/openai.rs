@@ -10,7 +10,9 @@ mod sampling;
 
 pub use fields::{Fields, shown};
 pub use prompt::{MAX_PROMPTS, Prompt};
-pub use request::{ChatRequest, Common, CompletionRequest, MAX_N, Role as MessageRole};
+pub use request::{
+    ChatRequest, Common, CompletionRequest, MAX_N, Role as MessageRole, kv_transfer_params,
+};
 pub use response::{
     ChatChoice, ChatChunk, ChatChunkChoice, ChatLogprobs, ChatMessage, ChatResponse,
     ChatTokenLogprob, ChatTopLogprob, Completion, CompletionChoice, CompletionChunk,

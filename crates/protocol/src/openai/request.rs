@@ -207,8 +207,7 @@ impl Common {
             continuous_usage,
             sampling: SamplingOptions::read(fields)?,
             logprobs,
-            kv_transfer_params: fields
-                .read("kv_transfer_params", "an object of handoff parameters")?,
+            kv_transfer_params: kv_transfer_params(fields)?,
             request_id: fields.string("request_id")?,
             return_token_ids: fields.boolean("return_token_ids")?.unwrap_or(false),
         })
@@ -218,12 +217,16 @@ impl Common {
 impl CompletionRequest {
     /// Reads a body. Errors name the field, its value and what is expected.
     pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
-        let fields = Fields::parse(body)?;
+        Self::read(&Fields::parse(body)?)
+    }
+
+    /// Reads a body whose top level is split already.
+    pub fn read(fields: &Fields<'_>) -> Result<Self, ApiError> {
         for (name, harmless, why) in UNSUPPORTED_COMPLETION {
             fields.refuse(name, harmless, why)?;
         }
         let logprobs = fields.integer("logprobs", 0..=i64::from(MAX_LOGPROBS))?;
-        let common = Common::read(&fields, logprobs.and_then(|k| u32::try_from(k).ok()))?;
+        let common = Common::read(fields, logprobs.and_then(|k| u32::try_from(k).ok()))?;
         let best_of = fields.count("best_of", 1)?;
         if best_of.is_some_and(|best_of| best_of != common.n) {
             return Err(ApiError::invalid(
@@ -239,7 +242,7 @@ impl CompletionRequest {
         }
         Ok(Self {
             common,
-            prompts: Prompt::read_all(&fields)?,
+            prompts: Prompt::read_all(fields)?,
             echo,
             add_special_tokens: fields.boolean("add_special_tokens")?.unwrap_or(true),
         })
@@ -249,7 +252,11 @@ impl CompletionRequest {
 impl ChatRequest {
     /// Reads a body. Errors name the field, its value and what is expected.
     pub fn parse(body: &[u8]) -> Result<Self, ApiError> {
-        let fields = Fields::parse(body)?;
+        Self::read(&Fields::parse(body)?)
+    }
+
+    /// Reads a body whose top level is split already.
+    pub fn read(fields: &Fields<'_>) -> Result<Self, ApiError> {
         for (name, harmless, why) in UNSUPPORTED_CHAT {
             fields.refuse(name, harmless, why)?;
         }
@@ -262,8 +269,8 @@ impl ChatRequest {
             ));
         }
         let logprobs = wanted.then(|| top.and_then(|k| u32::try_from(k).ok()).unwrap_or(0));
-        let common = Common::read(&fields, logprobs)?;
-        modalities(&fields)?;
+        let common = Common::read(fields, logprobs)?;
+        modalities(fields)?;
         let messages = fields
             .list("messages", MAX_MESSAGES, message)?
             .unwrap_or_default();
@@ -276,12 +283,12 @@ impl ChatRequest {
         Ok(Self {
             common,
             messages,
-            tools: tools(&fields)?,
+            tools: tools(fields)?,
             documents: fields
                 .list("documents", MAX_PARTS, object)?
                 .filter(|d| !d.is_empty())
                 .map(Value::Array),
-            template_kwargs: template_kwargs(&fields)?,
+            template_kwargs: template_kwargs(fields)?,
             add_generation_prompt: fields.boolean("add_generation_prompt")?.unwrap_or(true),
             add_special_tokens: fields.boolean("add_special_tokens")?.unwrap_or(false),
         })
@@ -300,6 +307,12 @@ impl Role {
             _ => return None,
         })
     }
+}
+
+/// `kv_transfer_params` alone: they must be known even where the rest of a request is refused, so that
+/// the KV they name is released.
+pub fn kv_transfer_params(fields: &Fields<'_>) -> Result<Option<KvTransferParams>, ApiError> {
+    fields.read("kv_transfer_params", "an object of handoff parameters")
 }
 
 fn response_format(fields: &Fields<'_>) -> Result<(), ApiError> {
