@@ -1,0 +1,337 @@
+//! A model that costs nothing, for tests: its logits are a function of the tokens that stand in the KV
+//! blocks at the time of the step. What a real model would get wrong - a stale, foreign or unfilled
+//! block, a wrong position, a block table that is not the sequence's - changes its output too.
+
+use crate::{ExecError, Executor, KvGeometry, SeqWork};
+use serde_json::json;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::{fmt, io};
+use twinfer_protocol::{BlockId, TokenId};
+use twinfer_sys::{BlockArena, BlockError, BlockRead, BlockWrite};
+use twinfer_text::{TextError, Tokenizer};
+
+/// Bytes of one row: token, position, check.
+const ROW: usize = 16;
+const LAYERS: usize = 2;
+/// Logit of the token that a script names; all others have 0.
+const NAMED: f32 = 10.0;
+
+/// Id of `<s>` in [`byte_tokenizer`]; the ids below are bytes.
+pub const BYTE_BOS: TokenId = 256;
+/// Id of `</s>`, the end-of-sequence.
+pub const BYTE_EOS: TokenId = 257;
+/// Ids that [`byte_tokenizer`] knows.
+pub const BYTE_VOCAB: usize = 258;
+
+/// Sizes of a [`ScriptedExecutor`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ScriptedShape {
+    /// Width of a logits row.
+    pub vocab_size: usize,
+    /// Tokens per block.
+    pub block_size: usize,
+    /// Blocks of the arena.
+    pub num_blocks: u32,
+    /// Longest sequence, in tokens.
+    pub max_context: usize,
+}
+
+/// Names the next token from all tokens so far.
+pub type NextToken = dyn Fn(&[TokenId]) -> TokenId + Send + Sync;
+/// Sees each step before it runs; may wait, or make it fail.
+pub type BeforeStep = dyn FnMut(&StepInfo) -> Result<(), ExecError> + Send;
+
+/// What a step is about to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StepInfo {
+    /// Steps before it.
+    pub step: u64,
+    /// `(start, tokens)` of each sequence.
+    pub works: Vec<(usize, usize)>,
+}
+
+/// The executor.
+pub struct ScriptedExecutor {
+    shape: ScriptedShape,
+    arena: Arc<BlockArena>,
+    next: Option<Arc<NextToken>>,
+    before_step: Option<Box<BeforeStep>>,
+    steps: u64,
+}
+
+impl Default for ScriptedShape {
+    /// Fits [`byte_tokenizer`].
+    fn default() -> Self {
+        Self { vocab_size: BYTE_VOCAB, block_size: 4, num_blocks: 256, max_context: 1024 }
+    }
+}
+
+impl ScriptedExecutor {
+    /// An executor whose logits are pseudo-random numbers, a function of all tokens so far.
+    ///
+    /// # Errors
+    /// The arena could not be mapped.
+    pub fn new(shape: ScriptedShape) -> io::Result<Self> {
+        let arena = Arc::new(BlockArena::new(shape.num_blocks, LAYERS, shape.block_size * ROW)?);
+        Ok(Self { shape, arena, next: None, before_step: None, steps: 0 })
+    }
+
+    /// Makes the best token the one that `next` names.
+    #[must_use]
+    pub fn with_script(mut self, next: impl Fn(&[TokenId]) -> TokenId + Send + Sync + 'static) -> Self {
+        self.next = Some(Arc::new(next));
+        self
+    }
+
+    /// Calls `before` ahead of each step: to count, to hold the engine inside a step, to fail.
+    #[must_use]
+    pub fn with_before_step(
+        mut self,
+        before: impl FnMut(&StepInfo) -> Result<(), ExecError> + Send + 'static,
+    ) -> Self {
+        self.before_step = Some(Box::new(before));
+        self
+    }
+
+    fn check(&self, work: &SeqWork<'_>) -> Result<(), ExecError> {
+        let end = work.start + work.tokens.len();
+        let room = work.blocks.len() * self.shape.block_size;
+        if work.tokens.is_empty() || end > room || end > self.shape.max_context {
+            let message = format!("positions {}..{end} with room for {room}", work.start);
+            return Err(ExecError::OutOfRange(message));
+        }
+        match work.tokens.iter().find(|&&token| token as usize >= self.shape.vocab_size) {
+            Some(token) => Err(ExecError::OutOfRange(format!("token {token}"))),
+            None => Ok(()),
+        }
+    }
+
+    fn push_logits(&self, tokens: &[TokenId], digest: u64, logits: &mut Vec<f32>) {
+        match &self.next {
+            Some(next) => {
+                let start = logits.len();
+                logits.resize(start + self.shape.vocab_size, 0.0);
+                if let Some(logit) = logits.get_mut(start + next(tokens) as usize) {
+                    *logit = NAMED;
+                }
+            }
+            None => logits.extend((0..self.shape.vocab_size as u64).map(|id| {
+                let unit = (mix(digest ^ mix(id)) >> 40) as f32 / (1u64 << 24) as f32;
+                unit * 8.0 - 4.0
+            })),
+        }
+    }
+}
+
+impl Executor for ScriptedExecutor {
+    fn geometry(&self) -> KvGeometry {
+        KvGeometry { layers: LAYERS, width: ROW / 4, value_bytes: 4, block_size: self.shape.block_size }
+    }
+
+    fn arena(&self) -> &Arc<BlockArena> {
+        &self.arena
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.shape.vocab_size
+    }
+
+    fn max_context(&self) -> usize {
+        self.shape.max_context
+    }
+
+    fn execute(&mut self, batch: &[SeqWork<'_>], logits: &mut Vec<f32>) -> Result<(), ExecError> {
+        logits.clear();
+        if let Some(before) = &mut self.before_step {
+            let works = batch.iter().map(|work| (work.start, work.tokens.len())).collect();
+            before(&StepInfo { step: self.steps, works })?;
+        }
+        self.steps += 1;
+        // All guards of the step at once, as the real executor has them: two sequences that write one
+        // block are found.
+        let mut guards = Vec::with_capacity(batch.len());
+        for work in batch {
+            self.check(work)?;
+            guards.push(Guards::take(&self.arena, work, self.shape.block_size)?);
+        }
+        for (work, guards) in batch.iter().zip(&mut guards) {
+            for (offset, &token) in work.tokens.iter().enumerate() {
+                guards.write_row(work.start + offset, token, self.shape.block_size);
+            }
+            if work.logits {
+                let (tokens, digest) =
+                    guards.read_rows(work.start + work.tokens.len(), self.shape.block_size);
+                self.push_logits(&tokens, digest, logits);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for ScriptedExecutor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ScriptedExecutor").field("shape", &self.shape).finish_non_exhaustive()
+    }
+}
+
+/// Writes the rows of `tokens`, from position 0, as a [`ScriptedExecutor`] would: what a handoff brings.
+///
+/// # Errors
+/// A block is in use or does not exist.
+pub fn fill_kv(
+    arena: &BlockArena,
+    block_size: usize,
+    blocks: &[BlockId],
+    tokens: &[TokenId],
+) -> Result<(), BlockError> {
+    for (index, chunk) in tokens.chunks(block_size).enumerate() {
+        let block = blocks.get(index).copied().unwrap_or(BlockId::MAX);
+        let mut guard = arena.write(block)?;
+        for (offset, &token) in chunk.iter().enumerate() {
+            write_row(&mut guard, offset, index * block_size + offset, token);
+        }
+    }
+    Ok(())
+}
+
+/// A tokenizer in which every byte is a token, with `<s>` and `</s>`: text and tokens are easy to tell
+/// from each other in a test's head.
+///
+/// # Errors
+/// The directory for temporary files cannot be written.
+pub fn byte_tokenizer() -> Result<Arc<Tokenizer>, TextError> {
+    static MADE: AtomicU64 = AtomicU64::new(0);
+    let number = MADE.fetch_add(1, Ordering::Relaxed);
+    let dir = std::env::temp_dir().join(format!("twinfer-bytes-{}-{number}", std::process::id()));
+    let written = write_byte_tokenizer(&dir);
+    let tokenizer = written
+        .map_err(|source| TextError::Read { path: dir.clone(), source })
+        .and_then(|()| Tokenizer::from_dir(&dir));
+    // What cannot be removed is left to the system's own cleaning.
+    let _ = std::fs::remove_dir_all(&dir);
+    tokenizer.map(Arc::new)
+}
+
+/// Writes the files of [`byte_tokenizer`], with a chat template, into a directory.
+///
+/// # Errors
+/// As writing does.
+pub fn write_byte_tokenizer(dir: &Path) -> io::Result<()> {
+    let mut vocab: serde_json::Map<String, serde_json::Value> =
+        (0..=255u8).map(|byte| (byte_char(byte).to_string(), json!(byte))).collect();
+    vocab.insert("<s>".to_owned(), json!(BYTE_BOS));
+    vocab.insert("</s>".to_owned(), json!(BYTE_EOS));
+    let special = |id: TokenId, content: &str| {
+        json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+               "normalized": false, "special": true})
+    };
+    let byte_level =
+        json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+    let tokenizer = json!({
+        "version": "1.0",
+        "truncation": null,
+        "padding": null,
+        "added_tokens": [special(BYTE_BOS, "<s>"), special(BYTE_EOS, "</s>")],
+        "normalizer": null,
+        "pre_tokenizer": byte_level,
+        "post_processor": null,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+                  "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab,
+                  "merges": []},
+    });
+    let settings = json!({
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}",
+    });
+    std::fs::create_dir_all(dir)?;
+    std::fs::write(dir.join("tokenizer.json"), tokenizer.to_string())?;
+    std::fs::write(dir.join("tokenizer_config.json"), settings.to_string())
+}
+
+/// Borrows of one sequence's blocks: those before the written ones for reading.
+struct Guards<'a> {
+    read: Vec<BlockRead<'a>>,
+    write: Vec<BlockWrite<'a>>,
+}
+
+impl<'a> Guards<'a> {
+    fn take(arena: &'a BlockArena, work: &SeqWork<'_>, block_size: usize) -> Result<Self, ExecError> {
+        let first = work.start / block_size;
+        let end = (work.start + work.tokens.len()).div_ceil(block_size);
+        let busy = |error| match error {
+            BlockError::Busy { block, .. } => ExecError::BlockBusy { block },
+            BlockError::OutOfRange { .. } => ExecError::OutOfRange(error.to_string()),
+        };
+        let read = work.blocks[..first].iter().map(|&id| arena.read(id)).collect::<Result<_, _>>();
+        let write = work.blocks[first..end].iter().map(|&id| arena.write(id)).collect::<Result<_, _>>();
+        Ok(Self { read: read.map_err(busy)?, write: write.map_err(busy)? })
+    }
+
+    fn write_row(&mut self, position: usize, token: TokenId, block_size: usize) {
+        let index = (position / block_size).checked_sub(self.read.len());
+        if let Some(guard) = index.and_then(|index| self.write.get_mut(index)) {
+            write_row(guard, position % block_size, position, token);
+        }
+    }
+
+    /// Tokens at positions `0..end`, and a digest of all bytes of their rows.
+    fn read_rows(&self, end: usize, block_size: usize) -> (Vec<TokenId>, u64) {
+        let mut tokens = Vec::with_capacity(end);
+        let mut digest = 0;
+        for position in 0..end {
+            let index = position / block_size;
+            for layer in 0..LAYERS {
+                let unit = match index.checked_sub(self.read.len()) {
+                    None => self.read[index].unit(layer),
+                    Some(index) => self.write.get(index).and_then(|guard| guard.unit(layer)),
+                };
+                let at = position % block_size * ROW;
+                let row = unit.and_then(|unit| unit.get(at..at + ROW)).unwrap_or(&[]);
+                for word in row.chunks_exact(4) {
+                    let word = u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
+                    digest = mix(digest ^ u64::from(word));
+                }
+                if layer == 0 && let Some(token) = row.first_chunk() {
+                    tokens.push(u32::from_le_bytes(*token));
+                }
+            }
+        }
+        (tokens, digest)
+    }
+}
+
+fn write_row(guard: &mut BlockWrite<'_>, offset: usize, position: usize, token: TokenId) {
+    for layer in 0..LAYERS {
+        let check = mix(mix(position as u64 ^ (layer as u64) << 56) ^ u64::from(token));
+        let Some(row) = guard.unit_mut(layer).and_then(|unit| unit.get_mut(offset * ROW..(offset + 1) * ROW))
+        else {
+            continue;
+        };
+        row[..4].copy_from_slice(&token.to_le_bytes());
+        row[4..8].copy_from_slice(&(position as u32).to_le_bytes());
+        row[8..].copy_from_slice(&check.to_le_bytes());
+    }
+}
+
+/// The finaliser of splitmix64.
+fn mix(value: u64) -> u64 {
+    let mut z = value.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    z ^ (z >> 31)
+}
+
+/// The character that stands for a byte in byte-level vocabularies (GPT-2's table): printable Latin-1
+/// characters stand for themselves, the others for those from U+0100 on.
+fn byte_char(byte: u8) -> char {
+    let plain = |b: u8| matches!(b, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
+    if plain(byte) {
+        return char::from(byte);
+    }
+    let before = (0..byte).filter(|&b| !plain(b)).count() as u32;
+    char::from_u32(0x100 + before).unwrap_or('\u{FFFD}')
+}
