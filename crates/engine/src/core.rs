@@ -65,6 +65,10 @@ impl Engine {
         if block_size == 0 {
             return refuse("block_size", 0, "numbers from 1".to_owned());
         }
+        let arena_blocks = executor.arena().num_blocks();
+        if num_blocks == 0 || num_blocks > arena_blocks {
+            return refuse("num_blocks", num_blocks.into(), format!("1 to {arena_blocks}"));
+        }
         let context = executor.max_context();
         if config.max_model_len < 2 || config.max_model_len as usize > context {
             return refuse("max_model_len", config.max_model_len.into(), format!("2 to {context}"));

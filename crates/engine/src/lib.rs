@@ -9,9 +9,18 @@ mod generate;
 pub mod output;
 pub mod sampler;
 pub mod scheduler;
+mod scripted;
 pub mod weights;
 
 pub use api::*;
 pub use core::Engine;
 pub use generate::{GenerateError, Generated, generate};
 pub use sampler::{SamplingLimits, check_length, check_prompt};
+
+/// An executor and a tokenizer without a model, for tests of this and other crates.
+pub mod testing {
+    pub use crate::scripted::{
+        BYTE_BOS, BYTE_EOS, BYTE_VOCAB, ScriptedExecutor, ScriptedShape, StepInfo, byte_tokenizer, fill_kv,
+        write_byte_tokenizer,
+    };
+}

@@ -39,9 +39,9 @@ pub struct ScriptedShape {
 }
 
 /// Names the next token from all tokens so far.
-pub type NextToken = dyn Fn(&[TokenId]) -> TokenId + Send + Sync;
+type NextToken = dyn Fn(&[TokenId]) -> TokenId + Send + Sync;
 /// Sees each step before it runs; may wait, or make it fail.
-pub type BeforeStep = dyn FnMut(&StepInfo) -> Result<(), ExecError> + Send;
+type BeforeStep = dyn FnMut(&StepInfo) -> Result<(), ExecError> + Send;
 
 /// What a step is about to do.
 #[derive(Clone, Debug, PartialEq, Eq)]

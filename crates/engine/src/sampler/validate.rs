@@ -183,3 +183,109 @@ fn at_most(param: &str, len: usize, limit: usize, what: &str) -> Result<(), ApiE
 fn refuse(param: &str, value: impl Display, allowed: &str) -> ApiError {
     ApiError::invalid(param, format!("{param} is {value}; allowed are {allowed}"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const VOCAB: usize = 512;
+
+    fn refusal(change: impl FnOnce(&mut SamplingParams)) -> ApiError {
+        let mut params = SamplingParams::greedy(16);
+        change(&mut params);
+        params.validate(VOCAB, &SamplingLimits::default()).unwrap_err()
+    }
+
+    fn accept(change: impl FnOnce(&mut SamplingParams)) {
+        let mut params = SamplingParams::greedy(16);
+        change(&mut params);
+        assert_eq!(params.validate(VOCAB, &SamplingLimits::default()), Ok(()));
+    }
+
+    fn assert_names(error: &ApiError, param: &str, value: &str) {
+        assert_eq!((error.kind.status(), error.param.as_deref()), (400, Some(param)), "{error}");
+        assert!(error.message.contains(param), "{error}");
+        assert!(error.message.contains(value), "{error} does not name {value}");
+        assert!(error.message.contains("allowed are"), "{error}");
+    }
+
+    #[test]
+    fn a_value_out_of_range_is_refused_with_field_value_and_range() {
+        for (value, shown) in [(f32::NAN, "NaN"), (-0.5, "-0.5"), (f32::INFINITY, "inf")] {
+            assert_names(&refusal(|p| p.temperature = value), "temperature", shown);
+            assert_names(&refusal(|p| p.repetition_penalty = value), "repetition_penalty", shown);
+            assert_names(&refusal(|p| p.top_p = value), "top_p", shown);
+            assert_names(&refusal(|p| p.min_p = value), "min_p", shown);
+        }
+        for (value, shown) in [(f32::NAN, "NaN"), (-2.5, "-2.5"), (2.5, "2.5")] {
+            assert_names(&refusal(|p| p.frequency_penalty = value), "frequency_penalty", shown);
+            assert_names(&refusal(|p| p.presence_penalty = value), "presence_penalty", shown);
+        }
+        assert_names(&refusal(|p| p.top_p = 0.0), "top_p", "0");
+        assert_names(&refusal(|p| p.top_p = 1.5), "top_p", "1.5");
+        assert_names(&refusal(|p| p.min_p = 1.5), "min_p", "1.5");
+        assert_names(&refusal(|p| p.repetition_penalty = 0.0), "repetition_penalty", "0");
+        assert_names(&refusal(|p| p.max_tokens = 0), "max_tokens", "0");
+        assert_names(&refusal(|p| p.min_tokens = 17), "min_tokens", "17");
+        assert_names(&refusal(|p| p.logprobs = Some(1_000_000)), "logprobs", "1000000");
+        assert_names(&refusal(|p| p.logit_bias = vec![(3, f32::NAN)]), "logit_bias", "NaN");
+        assert_names(&refusal(|p| p.logit_bias = vec![(3, 101.0)]), "logit_bias", "101");
+        accept(|p| {
+            p.temperature = 5.0;
+            p.top_p = 1e-9;
+            p.min_p = 1.0;
+            p.logprobs = Some(20);
+            p.logit_bias = vec![(511, -100.0), (0, 100.0)];
+            p.min_tokens = 16;
+        });
+    }
+
+    #[test]
+    fn token_ids_out_of_range_are_refused_wherever_they_stand() {
+        for id in [512u32, 1 << 31, u32::MAX] {
+            let shown = id.to_string();
+            assert_names(&refusal(|p| p.logit_bias = vec![(1, 0.0), (id, 1.0)]), "logit_bias", &shown);
+            assert_names(&refusal(|p| p.stop_token_ids = vec![1, id]), "stop_token_ids", &shown);
+            let allowed = refusal(|p| p.allowed_token_ids = Some(vec![1, id]));
+            assert_names(&allowed, "allowed_token_ids", &shown);
+            assert_names(&check_prompt(&[1, id], VOCAB).unwrap_err(), "prompt", &shown);
+        }
+        accept(|p| {
+            p.logit_bias = vec![(511, 1.0)];
+            p.stop_token_ids = vec![511];
+            p.allowed_token_ids = Some((0..512).collect());
+        });
+        assert_eq!(check_prompt(&[0, 511], VOCAB), Ok(()));
+        assert_eq!(check_prompt(&[], VOCAB).unwrap_err().param.as_deref(), Some("prompt"));
+    }
+
+    #[test]
+    fn lists_without_end_are_refused() {
+        assert_names(&refusal(|p| p.logit_bias = vec![(1, 0.0); 1_000_000]), "logit_bias", "1000000");
+        assert_names(&refusal(|p| p.stop_token_ids = vec![1; 100_000]), "stop_token_ids", "100000");
+        let allowed = refusal(|p| p.allowed_token_ids = Some(vec![1; 100_000]));
+        assert_names(&allowed, "allowed_token_ids", "100000");
+        assert_names(&refusal(|p| p.allowed_token_ids = Some(Vec::new())), "allowed_token_ids", "[]");
+        assert_names(&refusal(|p| p.stop = vec!["x".to_owned(); 100_000]), "stop", "100000");
+        assert_names(&refusal(|p| p.stop = vec!["x".repeat(1 << 20)]), "stop", "1048576");
+        assert_names(&refusal(|p| p.stop = vec!["x".to_owned(), String::new()]), "stop", "stop[1]");
+    }
+
+    #[test]
+    fn prompt_and_output_share_the_context() {
+        assert_eq!(check_length(99, 1, 100), Ok(()));
+        assert_eq!(check_length(1, 99, 100), Ok(()));
+        for (prompt, max_tokens, param, number) in [
+            (100, 1, "prompt", "at most 99"),
+            (1000, 1, "prompt", "1000 tokens"),
+            (99, 2, "max_tokens", "at most 1 "),
+            (1, 1_000_000, "max_tokens", "1000000"),
+        ] {
+            let error = check_length(prompt, max_tokens, 100).unwrap_err();
+            assert_eq!(error.kind, ErrorKind::ContextLengthExceeded);
+            assert_eq!(error.param.as_deref(), Some(param));
+            assert!(error.message.contains(number), "{error}");
+            assert!(error.message.contains("100 tokens"), "{error}");
+        }
+    }
+}
