@@ -91,12 +91,19 @@ impl BlockPool {
 
     /// The decode instance has read these blocks or has given up.
     pub fn release_held(&mut self, table: &[BlockId]) {
-        self.change(table, |owners| owners.holds = owners.holds.saturating_sub(1));
+        self.change(table, |owners| {
+            owners.holds = owners.holds.saturating_sub(1)
+        });
     }
 
     /// Gauges. A block that is both in use and held counts as used. Nothing is cached yet.
     pub fn counts(&self) -> KvBlockCounts {
-        KvBlockCounts { total: count(self.blocks.len()), used: self.used, cached: 0, held: self.held }
+        KvBlockCounts {
+            total: count(self.blocks.len()),
+            used: self.used,
+            cached: 0,
+            held: self.held,
+        }
     }
 
     /// Applies `change` to each block, and moves it between the classes used, held and free.
@@ -130,10 +137,16 @@ impl BlockPool {
     ) -> Result<(), String> {
         let mut expect = vec![Owners::default(); self.blocks.len()];
         for &id in tables.flatten() {
-            expect.get_mut(id as usize).ok_or(format!("block {id} does not exist"))?.refs += 1;
+            expect
+                .get_mut(id as usize)
+                .ok_or(format!("block {id} does not exist"))?
+                .refs += 1;
         }
         for &id in held.flatten() {
-            expect.get_mut(id as usize).ok_or(format!("block {id} does not exist"))?.holds += 1;
+            expect
+                .get_mut(id as usize)
+                .ok_or(format!("block {id} does not exist"))?
+                .holds += 1;
         }
         let mut on_free_list = vec![false; self.blocks.len()];
         for &id in &self.free {
@@ -146,13 +159,19 @@ impl BlockPool {
                 return Err(format!("block {id} is {is:?}, its owners are {want:?}"));
             }
             if is.is_free() != on_free_list[id] {
-                return Err(format!("block {id} is {is:?}, on the free list: {}", on_free_list[id]));
+                return Err(format!(
+                    "block {id} is {is:?}, on the free list: {}",
+                    on_free_list[id]
+                ));
             }
         }
         let used = count(expect.iter().filter(|o| o.is_used()).count());
         let holds = count(expect.iter().filter(|o| o.is_held()).count());
         if (self.used, self.held) != (used, holds) {
-            return Err(format!("counts are {}/{}, should be {used}/{holds}", self.used, self.held));
+            return Err(format!(
+                "counts are {}/{}, should be {used}/{holds}",
+                self.used, self.held
+            ));
         }
         Ok(())
     }
@@ -202,12 +221,36 @@ mod tests {
         assert!(pool.allocate(&mut table, 1));
         pool.retain(&table);
         pool.hold(&table);
-        assert_eq!(pool.counts(), KvBlockCounts { total: 2, used: 1, cached: 0, held: 0 });
+        assert_eq!(
+            pool.counts(),
+            KvBlockCounts {
+                total: 2,
+                used: 1,
+                cached: 0,
+                held: 0
+            }
+        );
         pool.release(&table);
-        assert_eq!(pool.counts(), KvBlockCounts { total: 2, used: 0, cached: 0, held: 1 });
+        assert_eq!(
+            pool.counts(),
+            KvBlockCounts {
+                total: 2,
+                used: 0,
+                cached: 0,
+                held: 1
+            }
+        );
         assert_eq!(pool.available(), 1);
         pool.release_held(&table);
-        assert_eq!(pool.counts(), KvBlockCounts { total: 2, used: 0, cached: 0, held: 0 });
+        assert_eq!(
+            pool.counts(),
+            KvBlockCounts {
+                total: 2,
+                used: 0,
+                cached: 0,
+                held: 0
+            }
+        );
         assert_eq!(pool.available(), 2);
     }
 

@@ -2,11 +2,14 @@
 
 use crate::blocks::BlockPool;
 use crate::output::OutputState;
-use crate::sampler::{RowContext, SampleError, Sampler, SamplingLimits, TokenCounts, check_length, check_prompt};
+use crate::sampler::{
+    RowContext, SampleError, Sampler, SamplingLimits, TokenCounts, check_length, check_prompt,
+};
 use crate::scheduler::{Aborted, FetchEnd, Plan, Scheduler, StepLimits, Work};
 use crate::{
-    EngineConfig, EngineStats, Event, ExecError, Executor, Finish, FinishReason, KvGeometry, KvOutcome,
-    KvSource, OutputToken, PromptSources, PromptTokenTotals, Request, RequestId, SeqWork,
+    EngineConfig, EngineStats, Event, ExecError, Executor, Finish, FinishReason, KvGeometry,
+    KvOutcome, KvSource, OutputToken, PromptSources, PromptTokenTotals, Request, RequestId,
+    SeqWork,
 };
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -59,7 +62,10 @@ impl Engine {
         num_blocks: u32,
     ) -> Result<Self, ApiError> {
         let refuse = |field: &str, value: u64, allowed: String| {
-            Err(ApiError::invalid(field, format!("{field} is {value}; allowed are {allowed}")))
+            Err(ApiError::invalid(
+                field,
+                format!("{field} is {value}; allowed are {allowed}"),
+            ))
         };
         let block_size = executor.geometry().block_size;
         if block_size == 0 {
@@ -67,11 +73,19 @@ impl Engine {
         }
         let arena_blocks = executor.arena().num_blocks();
         if num_blocks == 0 || num_blocks > arena_blocks {
-            return refuse("num_blocks", num_blocks.into(), format!("1 to {arena_blocks}"));
+            return refuse(
+                "num_blocks",
+                num_blocks.into(),
+                format!("1 to {arena_blocks}"),
+            );
         }
         let context = executor.max_context();
         if config.max_model_len < 2 || config.max_model_len as usize > context {
-            return refuse("max_model_len", config.max_model_len.into(), format!("2 to {context}"));
+            return refuse(
+                "max_model_len",
+                config.max_model_len.into(),
+                format!("2 to {context}"),
+            );
         }
         for (field, value) in [
             ("max_num_seqs", config.max_num_seqs),
@@ -84,14 +98,21 @@ impl Engine {
         let pool = BlockPool::new(num_blocks, block_size);
         let capacity = u32::try_from(pool.capacity_tokens()).unwrap_or(u32::MAX);
         if capacity < 2 {
-            return refuse("num_blocks", num_blocks.into(), "enough for 2 tokens".to_owned());
+            return refuse(
+                "num_blocks",
+                num_blocks.into(),
+                "enough for 2 tokens".to_owned(),
+            );
         }
         let limits = StepLimits {
             max_num_seqs: config.max_num_seqs as usize,
             max_num_batched_tokens: config.max_num_batched_tokens as usize,
         };
         Ok(Self {
-            config: EngineConfig { max_model_len: config.max_model_len.min(capacity), ..config },
+            config: EngineConfig {
+                max_model_len: config.max_model_len.min(capacity),
+                ..config
+            },
             scheduler: Scheduler::new(limits, pool),
             executor,
             tokenizer,
@@ -126,7 +147,11 @@ impl Engine {
         let vocab = self.executor.vocab_size();
         check_prompt(&request.prompt, vocab)?;
         request.params.validate(vocab, &SamplingLimits::default())?;
-        check_length(request.prompt.len(), request.params.max_tokens, self.config.max_model_len)?;
+        check_length(
+            request.prompt.len(),
+            request.params.max_tokens,
+            self.config.max_model_len,
+        )?;
         let output = OutputState::new(&request.params, &self.tokenizer)?;
         // Those that will get a place in the next step do not count as waiting.
         let room = self.config.max_waiting as usize + self.scheduler.open_slots();
@@ -149,7 +174,17 @@ impl Engine {
         let counts = TokenCounts::new(&request.params, &request.prompt);
         let sources = PromptSources::default();
         let id = request.id;
-        self.sequences.insert(id, Sequence { request, tokens, counts, output, sources, ending: false });
+        self.sequences.insert(
+            id,
+            Sequence {
+                request,
+                tokens,
+                counts,
+                output,
+                sources,
+                ending: false,
+            },
+        );
         Ok(())
     }
 
@@ -173,7 +208,11 @@ impl Engine {
         let plan = self.scheduler.schedule();
         for fetch in &plan.fetches {
             let tokens = u32::try_from(fetch.tokens).unwrap_or(u32::MAX);
-            events.push(Event::KvFetch { id: fetch.id, blocks: fetch.blocks.clone(), tokens });
+            events.push(Event::KvFetch {
+                id: fetch.id,
+                blocks: fetch.blocks.clone(),
+                tokens,
+            });
         }
         if !plan.works.is_empty() {
             self.compute(&plan)?;
@@ -274,7 +313,12 @@ impl Engine {
         }
         let text = sequence.output.flush();
         let finish = sequence.finish(reason, None);
-        events.push(Event::Output { id, tokens: Vec::new(), text, finish: Some(finish) });
+        events.push(Event::Output {
+            id,
+            tokens: Vec::new(),
+            text,
+            finish: Some(finish),
+        });
     }
 
     fn compute(&mut self, plan: &Plan) -> Result<(), ExecError> {
@@ -295,7 +339,9 @@ impl Engine {
         let expected = rows * self.executor.vocab_size();
         if self.logits.len() != expected {
             let got = self.logits.len();
-            return Err(ExecError::OutOfRange(format!("{got} logits came back, {expected} were wanted")));
+            return Err(ExecError::OutOfRange(format!(
+                "{got} logits came back, {expected} were wanted"
+            )));
         }
         Ok(())
     }
@@ -304,7 +350,10 @@ impl Engine {
         let logits = std::mem::take(&mut self.logits);
         let mut rows = logits.chunks_exact(self.executor.vocab_size().max(1));
         for work in &plan.works {
-            let sequence = self.sequences.get_mut(&work.id).ok_or_else(|| out_of_step(work))?;
+            let sequence = self
+                .sequences
+                .get_mut(&work.id)
+                .ok_or_else(|| out_of_step(work))?;
             self.prompt_tokens.computed += sequence.count_computed(work);
             if work.last {
                 let row = rows.next().ok_or_else(|| out_of_step(work))?;
@@ -317,7 +366,11 @@ impl Engine {
     }
 
     /// Takes the outcome of a draw into the request, and ends it where that is the end.
-    fn advance(&mut self, id: RequestId, drawn: Result<OutputToken, SampleError>) -> Result<Event, ExecError> {
+    fn advance(
+        &mut self,
+        id: RequestId,
+        drawn: Result<OutputToken, SampleError>,
+    ) -> Result<Event, ExecError> {
         let unknown = || ExecError::OutOfRange(format!("request {} is not there", id.0));
         let sequence = self.sequences.get_mut(&id).ok_or_else(unknown)?;
         let (tokens, text, reason) = match drawn {
@@ -349,7 +402,12 @@ impl Engine {
                 Some(sequence.finish(reason, held))
             }
         };
-        Ok(Event::Output { id, tokens, text, finish })
+        Ok(Event::Output {
+            id,
+            tokens,
+            text,
+            finish,
+        })
     }
 }
 
@@ -381,10 +439,18 @@ impl Sequence {
     }
 
     fn finish(&self, reason: FinishReason, held: Option<crate::HeldKv>) -> Finish {
-        Finish { reason, sources: self.sources, output_tokens: self.output.tokens(), held }
+        Finish {
+            reason,
+            sources: self.sources,
+            output_tokens: self.output.tokens(),
+            held,
+        }
     }
 }
 
 fn out_of_step(work: &Work) -> ExecError {
-    ExecError::OutOfRange(format!("request {} and the plan of the step do not agree", work.id.0))
+    ExecError::OutOfRange(format!(
+        "request {} and the plan of the step do not agree",
+        work.id.0
+    ))
 }

@@ -1,6 +1,8 @@
 //! Requests run to their end in this thread, without HTTP.
 
-use crate::{Engine, Event, ExecError, Finish, FinishReason, KvSource, OutputToken, Request, RequestId};
+use crate::{
+    Engine, Event, ExecError, Finish, FinishReason, KvSource, OutputToken, Request, RequestId,
+};
 use std::collections::HashMap;
 use twinfer_protocol::{ApiError, ErrorKind, TokenId};
 
@@ -66,7 +68,10 @@ pub fn generate(
             error: ApiError::new(kind, message),
         };
         if request.kv != KvSource::Compute || request.hold_kv {
-            return Err(refuse(ErrorKind::InvalidRequest, "KV is neither fetched nor held here"));
+            return Err(refuse(
+                ErrorKind::InvalidRequest,
+                "KV is neither fetched nor held here",
+            ));
         }
         if places.insert(request.id, place).is_some() {
             return Err(refuse(ErrorKind::Internal, "the id is in use"));
@@ -96,8 +101,18 @@ pub fn generate(
             return Err(GenerateError::Stuck(open.len()));
         }
         for event in engine.step()? {
-            let Event::Output { id, tokens, text, finish } = event else { continue };
-            let Some(result) = open.get_mut(&id) else { continue };
+            let Event::Output {
+                id,
+                tokens,
+                text,
+                finish,
+            } = event
+            else {
+                continue;
+            };
+            let Some(result) = open.get_mut(&id) else {
+                continue;
+            };
             result.tokens.extend(tokens);
             result.text.push_str(&text);
             if let Some(finish) = finish {
@@ -120,6 +135,11 @@ impl Generated {
             output_tokens: 0,
             held: None,
         };
-        Self { id, tokens: Vec::new(), text: String::new(), finish }
+        Self {
+            id,
+            tokens: Vec::new(),
+            text: String::new(),
+            finish,
+        }
     }
 }

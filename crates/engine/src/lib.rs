@@ -20,7 +20,7 @@ pub use sampler::{SamplingLimits, check_length, check_prompt};
 /// An executor and a tokenizer without a model, for tests of this and other crates.
 pub mod testing {
     pub use crate::scripted::{
-        BYTE_BOS, BYTE_EOS, BYTE_VOCAB, ScriptedExecutor, ScriptedShape, StepInfo, byte_tokenizer, fill_kv,
-        write_byte_tokenizer,
+        BYTE_BOS, BYTE_EOS, BYTE_VOCAB, ScriptedExecutor, ScriptedShape, StepInfo, byte_tokenizer,
+        fill_kv, write_byte_tokenizer,
     };
 }

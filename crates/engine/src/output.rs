@@ -32,14 +32,21 @@ impl OutputState {
     /// # Errors
     /// A stop string is empty.
     pub fn new(params: &SamplingParams, tokenizer: &Arc<Tokenizer>) -> Result<Self, TextError> {
-        let eos = if params.ignore_eos { &[] } else { tokenizer.eos_ids() };
+        let eos = if params.ignore_eos {
+            &[]
+        } else {
+            tokenizer.eos_ids()
+        };
         Ok(Self {
             eos: eos.to_vec(),
             stop_token_ids: params.stop_token_ids.clone(),
             max_tokens: params.max_tokens,
             min_tokens: params.min_tokens,
             tokens: 0,
-            detokenizer: IncrementalDetokenizer::new(Arc::clone(tokenizer), params.skip_special_tokens),
+            detokenizer: IncrementalDetokenizer::new(
+                Arc::clone(tokenizer),
+                params.skip_special_tokens,
+            ),
             stops: StopMatcher::new(&params.stop, params.include_stop_str_in_output)?,
         })
     }
@@ -87,7 +94,11 @@ impl OutputState {
 
     /// Text of the next piece that may be shown.
     fn look(&mut self, piece: &str) -> String {
-        if self.tokens < self.min_tokens { self.stops.pass(piece) } else { self.stops.push(piece).text }
+        if self.tokens < self.min_tokens {
+            self.stops.pass(piece)
+        } else {
+            self.stops.push(piece).text
+        }
     }
 
     /// Ends with `reason`, unless a stop text was found, the flushed rest included.
@@ -97,6 +108,9 @@ impl OutputState {
             (Some(stop), FinishReason::Length) => FinishReason::StopText(stop.to_owned()),
             (_, reason) => reason,
         };
-        OutputStep { text, finish: Some(reason) }
+        OutputStep {
+            text,
+            finish: Some(reason),
+        }
     }
 }

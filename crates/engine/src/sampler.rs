@@ -75,7 +75,10 @@ impl TokenCounts {
             || params.frequency_penalty != 0.0
             || params.presence_penalty != 0.0;
         let seen = if active { prompt } else { &[] };
-        Self { active, counts: seen.iter().map(|&token| (token, 0)).collect() }
+        Self {
+            active,
+            counts: seen.iter().map(|&token| (token, 0)).collect(),
+        }
     }
 
     /// One more token of output.
@@ -91,7 +94,11 @@ impl Sampler {
     ///
     /// # Errors
     /// [`SampleError`]; the request cannot go on.
-    pub fn sample(&mut self, row: &[f32], context: &RowContext<'_>) -> Result<OutputToken, SampleError> {
+    pub fn sample(
+        &mut self,
+        row: &[f32],
+        context: &RowContext<'_>,
+    ) -> Result<OutputToken, SampleError> {
         let max = finite_max(row).ok_or(SampleError::NotFinite)?;
         let params = context.params;
         let id = if is_greedy(params) && !changes_logits(context) {
@@ -107,7 +114,9 @@ impl Sampler {
                 draw(&self.kept, &self.weights, number).ok_or(SampleError::NothingAllowed)?
             }
         };
-        let logprobs = params.logprobs.map(|k| raw_logprobs(row, max, id, k as usize));
+        let logprobs = params
+            .logprobs
+            .map(|k| raw_logprobs(row, max, id, k as usize));
         Ok(OutputToken { id, logprobs })
     }
 
@@ -121,7 +130,9 @@ impl Sampler {
             Some(allowed) => {
                 values.resize(row.len(), f32::NEG_INFINITY);
                 for &id in allowed {
-                    if let (Some(to), Some(&from)) = (values.get_mut(id as usize), row.get(id as usize)) {
+                    if let (Some(to), Some(&from)) =
+                        (values.get_mut(id as usize), row.get(id as usize))
+                    {
                         *to = from;
                     }
                 }
@@ -139,7 +150,11 @@ impl Sampler {
             set(values, id, |value| {
                 let r = params.repetition_penalty;
                 let value = if value > 0.0 { value / r } else { value * r };
-                let present = if count > 0 { params.presence_penalty } else { 0.0 };
+                let present = if count > 0 {
+                    params.presence_penalty
+                } else {
+                    0.0
+                };
                 value - params.frequency_penalty * count as f32 - present
             });
         }
@@ -175,7 +190,10 @@ impl Sampler {
         }
         self.select.clear();
         self.select.extend_from_slice(&self.values);
-        *self.select.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a)).1
+        *self
+            .select
+            .select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a))
+            .1
     }
 
     /// Keeps the smallest set of best tokens whose mass reaches `p`; of equal ones the lower ids.
@@ -234,7 +252,10 @@ fn draw(kept: &[TokenId], weights: &[f64], number: f64) -> Option<TokenId> {
 /// Log-probabilities of the raw logits: that of `chosen` and the `k` best, ties by lower id.
 fn raw_logprobs(row: &[f32], max: f32, chosen: TokenId, k: usize) -> (Logprob, Vec<Logprob>) {
     let wide_max = f64::from(max);
-    let sum: f64 = row.iter().map(|&x| math::exp(f64::from(x) - wide_max)).sum();
+    let sum: f64 = row
+        .iter()
+        .map(|&x| math::exp(f64::from(x) - wide_max))
+        .sum();
     let norm = math::ln(sum);
     let logprob = |value: f32| ((f64::from(value) - wide_max) - norm) as f32;
 
@@ -255,12 +276,26 @@ fn raw_logprobs(row: &[f32], max: f32, chosen: TokenId, k: usize) -> (Logprob, V
             rank = place;
             last = value;
         }
-        top.push(Logprob { token, logprob: logprob(value), rank });
+        top.push(Logprob {
+            token,
+            logprob: logprob(value),
+            rank,
+        });
     }
-    let own = row.get(chosen as usize).copied().unwrap_or(f32::NEG_INFINITY);
+    let own = row
+        .get(chosen as usize)
+        .copied()
+        .unwrap_or(f32::NEG_INFINITY);
     let larger = row.iter().filter(|&&value| value > own).count();
     let rank = u32::try_from(larger + 1).unwrap_or(u32::MAX);
-    (Logprob { token: chosen, logprob: logprob(own), rank }, top)
+    (
+        Logprob {
+            token: chosen,
+            logprob: logprob(own),
+            rank,
+        },
+        top,
+    )
 }
 
 fn is_greedy(params: &SamplingParams) -> bool {

@@ -178,7 +178,9 @@ impl Scheduler {
 
     /// Is the id in use by a sequence, by held blocks or by a fetch that is being cancelled?
     pub fn knows(&self, id: RequestId) -> bool {
-        self.seqs.contains_key(&id) || self.held.contains_key(&id) || self.cancelling.contains_key(&id)
+        self.seqs.contains_key(&id)
+            || self.held.contains_key(&id)
+            || self.cancelling.contains_key(&id)
     }
 
     /// Plans the next step and takes it as done: the planned tokens count as computed.
@@ -199,9 +201,10 @@ impl Scheduler {
         let mut running = self.running.values();
         match (running.next(), running.next()) {
             (Some(_), Some(_)) => true,
-            (Some(only), None) => {
-                self.seqs.get(only).is_some_and(|seq| self.missing_blocks(seq) <= self.pool.available())
-            }
+            (Some(only), None) => self
+                .seqs
+                .get(only)
+                .is_some_and(|seq| self.missing_blocks(seq) <= self.pool.available()),
             (None, _) => self.next_admissible().is_some(),
         }
     }
@@ -235,7 +238,10 @@ impl Scheduler {
         seq.blocks.truncate(covered);
         self.pool.hold(&seq.blocks);
         let tokens = u32::try_from(seq.prompt_len).unwrap_or(u32::MAX);
-        let held = HeldKv { blocks: seq.blocks.clone(), tokens };
+        let held = HeldKv {
+            blocks: seq.blocks.clone(),
+            tokens,
+        };
         self.held.insert(id, seq.blocks);
         Some(held)
     }
@@ -316,7 +322,10 @@ impl Scheduler {
 
     /// Gauges.
     pub fn load(&self) -> RankLoad {
-        let prefill = self.seqs.values().filter(|seq| seq.state != State::Fetching);
+        let prefill = self
+            .seqs
+            .values()
+            .filter(|seq| seq.state != State::Fetching);
         let to_compute = |seq: &Seq| match seq.remote {
             true => 1,
             false => seq.prompt_len.saturating_sub(seq.computed),
@@ -335,8 +344,15 @@ impl Scheduler {
     /// # Errors
     /// What does not add up.
     pub fn audit(&self) -> Result<(), String> {
-        let tables = self.seqs.values().map(|seq| &seq.blocks).chain(self.cancelling.values());
-        self.pool.audit(tables.map(Vec::as_slice), self.held.values().map(Vec::as_slice))?;
+        let tables = self
+            .seqs
+            .values()
+            .map(|seq| &seq.blocks)
+            .chain(self.cancelling.values());
+        self.pool.audit(
+            tables.map(Vec::as_slice),
+            self.held.values().map(Vec::as_slice),
+        )?;
         let mut fetching = 0;
         for (id, seq) in &self.seqs {
             let waiting = self.waiting.get(&seq.arrival) == Some(id);
@@ -352,9 +368,14 @@ impl Scheduler {
             }
         }
         let placed = self.waiting.len() + self.running.len() + self.fetching;
-        if fetching != self.fetching || placed != self.seqs.len() || self.running() > self.limits.max_num_seqs
+        if fetching != self.fetching
+            || placed != self.seqs.len()
+            || self.running() > self.limits.max_num_seqs
         {
-            return Err(format!("{placed} sequences placed, {} known", self.seqs.len()));
+            return Err(format!(
+                "{placed} sequences placed, {} known",
+                self.seqs.len()
+            ));
         }
         Ok(())
     }
@@ -366,13 +387,20 @@ impl Scheduler {
         while let Some((arrival, id)) = next_after(&self.running, after) {
             after = Some(arrival);
             loop {
-                let Some(seq) = self.seqs.get_mut(&id) else { break };
-                let missing = self.pool.blocks_for(seq.len).saturating_sub(seq.blocks.len());
+                let Some(seq) = self.seqs.get_mut(&id) else {
+                    break;
+                };
+                let missing = self
+                    .pool
+                    .blocks_for(seq.len)
+                    .saturating_sub(seq.blocks.len());
                 if self.pool.allocate(&mut seq.blocks, missing) {
                     break;
                 }
                 match self.running.last_key_value() {
-                    Some((&youngest, _)) if youngest > arrival => plan.preempted.extend(self.preempt(youngest)),
+                    Some((&youngest, _)) if youngest > arrival => {
+                        plan.preempted.extend(self.preempt(youngest))
+                    }
                     _ => return Some(id),
                 }
             }
@@ -397,7 +425,9 @@ impl Scheduler {
         let mut chunks = Vec::new();
         for &id in self.running.values().filter(|&&id| Some(id) != stalled) {
             match self.seqs.get(&id) {
-                Some(seq) if seq.len - seq.computed == 1 => singles.push((seq.last_step, seq.arrival, id)),
+                Some(seq) if seq.len - seq.computed == 1 => {
+                    singles.push((seq.last_step, seq.arrival, id))
+                }
                 Some(seq) if seq.len > seq.computed => chunks.push(id),
                 _ => {}
             }
@@ -419,12 +449,19 @@ impl Scheduler {
         seq.computed += len;
         seq.last_step = self.steps;
         *budget -= len;
-        plan.works.push(Work { id, start, len, last: seq.computed == seq.len });
+        plan.works.push(Work {
+            id,
+            start,
+            len,
+            last: seq.computed == seq.len,
+        });
     }
 
     fn admit(&mut self, budget: &mut usize, plan: &mut Plan) {
         while let Some((arrival, id)) = self.next_admissible() {
-            let Some(seq) = self.seqs.get_mut(&id) else { return };
+            let Some(seq) = self.seqs.get_mut(&id) else {
+                return;
+            };
             if *budget == 0 && !seq.remote {
                 return;
             }
@@ -458,7 +495,9 @@ impl Scheduler {
     }
 
     fn missing_blocks(&self, seq: &Seq) -> usize {
-        self.pool.blocks_for(seq.len).saturating_sub(seq.blocks.len())
+        self.pool
+            .blocks_for(seq.len)
+            .saturating_sub(seq.blocks.len())
     }
 
     fn take(&mut self, id: RequestId) -> Option<Seq> {

@@ -64,7 +64,12 @@ pub struct ScriptedExecutor {
 impl Default for ScriptedShape {
     /// Fits [`byte_tokenizer`].
     fn default() -> Self {
-        Self { vocab_size: BYTE_VOCAB, block_size: 4, num_blocks: 256, max_context: 1024 }
+        Self {
+            vocab_size: BYTE_VOCAB,
+            block_size: 4,
+            num_blocks: 256,
+            max_context: 1024,
+        }
     }
 }
 
@@ -74,13 +79,26 @@ impl ScriptedExecutor {
     /// # Errors
     /// The arena could not be mapped.
     pub fn new(shape: ScriptedShape) -> io::Result<Self> {
-        let arena = Arc::new(BlockArena::new(shape.num_blocks, LAYERS, shape.block_size * ROW)?);
-        Ok(Self { shape, arena, next: None, before_step: None, steps: 0 })
+        let arena = Arc::new(BlockArena::new(
+            shape.num_blocks,
+            LAYERS,
+            shape.block_size * ROW,
+        )?);
+        Ok(Self {
+            shape,
+            arena,
+            next: None,
+            before_step: None,
+            steps: 0,
+        })
     }
 
     /// Makes the best token the one that `next` names.
     #[must_use]
-    pub fn with_script(mut self, next: impl Fn(&[TokenId]) -> TokenId + Send + Sync + 'static) -> Self {
+    pub fn with_script(
+        mut self,
+        next: impl Fn(&[TokenId]) -> TokenId + Send + Sync + 'static,
+    ) -> Self {
         self.next = Some(Arc::new(next));
         self
     }
@@ -102,7 +120,11 @@ impl ScriptedExecutor {
             let message = format!("positions {}..{end} with room for {room}", work.start);
             return Err(ExecError::OutOfRange(message));
         }
-        match work.tokens.iter().find(|&&token| token as usize >= self.shape.vocab_size) {
+        match work
+            .tokens
+            .iter()
+            .find(|&&token| token as usize >= self.shape.vocab_size)
+        {
             Some(token) => Err(ExecError::OutOfRange(format!("token {token}"))),
             None => Ok(()),
         }
@@ -127,7 +149,12 @@ impl ScriptedExecutor {
 
 impl Executor for ScriptedExecutor {
     fn geometry(&self) -> KvGeometry {
-        KvGeometry { layers: LAYERS, width: ROW / 4, value_bytes: 4, block_size: self.shape.block_size }
+        KvGeometry {
+            layers: LAYERS,
+            width: ROW / 4,
+            value_bytes: 4,
+            block_size: self.shape.block_size,
+        }
     }
 
     fn arena(&self) -> &Arc<BlockArena> {
@@ -145,8 +172,14 @@ impl Executor for ScriptedExecutor {
     fn execute(&mut self, batch: &[SeqWork<'_>], logits: &mut Vec<f32>) -> Result<(), ExecError> {
         logits.clear();
         if let Some(before) = &mut self.before_step {
-            let works = batch.iter().map(|work| (work.start, work.tokens.len())).collect();
-            before(&StepInfo { step: self.steps, works })?;
+            let works = batch
+                .iter()
+                .map(|work| (work.start, work.tokens.len()))
+                .collect();
+            before(&StepInfo {
+                step: self.steps,
+                works,
+            })?;
         }
         self.steps += 1;
         // All guards of the step at once, as the real executor has them: two sequences that write one
@@ -172,7 +205,9 @@ impl Executor for ScriptedExecutor {
 
 impl fmt::Debug for ScriptedExecutor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ScriptedExecutor").field("shape", &self.shape).finish_non_exhaustive()
+        f.debug_struct("ScriptedExecutor")
+            .field("shape", &self.shape)
+            .finish_non_exhaustive()
     }
 }
 
@@ -207,7 +242,10 @@ pub fn byte_tokenizer() -> Result<Arc<Tokenizer>, TextError> {
     let dir = std::env::temp_dir().join(format!("twinfer-bytes-{}-{number}", std::process::id()));
     let written = write_byte_tokenizer(&dir);
     let tokenizer = written
-        .map_err(|source| TextError::Read { path: dir.clone(), source })
+        .map_err(|source| TextError::Read {
+            path: dir.clone(),
+            source,
+        })
         .and_then(|()| Tokenizer::from_dir(&dir));
     // What cannot be removed is left to the system's own cleaning.
     let _ = std::fs::remove_dir_all(&dir);
@@ -219,16 +257,16 @@ pub fn byte_tokenizer() -> Result<Arc<Tokenizer>, TextError> {
 /// # Errors
 /// As writing does.
 pub fn write_byte_tokenizer(dir: &Path) -> io::Result<()> {
-    let mut vocab: serde_json::Map<String, serde_json::Value> =
-        (0..=255u8).map(|byte| (byte_char(byte).to_string(), json!(byte))).collect();
+    let mut vocab: serde_json::Map<String, serde_json::Value> = (0..=255u8)
+        .map(|byte| (byte_char(byte).to_string(), json!(byte)))
+        .collect();
     vocab.insert("<s>".to_owned(), json!(BYTE_BOS));
     vocab.insert("</s>".to_owned(), json!(BYTE_EOS));
     let special = |id: TokenId, content: &str| {
         json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
                "normalized": false, "special": true})
     };
-    let byte_level =
-        json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+    let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
     let tokenizer = json!({
         "version": "1.0",
         "truncation": null,
@@ -259,16 +297,29 @@ struct Guards<'a> {
 }
 
 impl<'a> Guards<'a> {
-    fn take(arena: &'a BlockArena, work: &SeqWork<'_>, block_size: usize) -> Result<Self, ExecError> {
+    fn take(
+        arena: &'a BlockArena,
+        work: &SeqWork<'_>,
+        block_size: usize,
+    ) -> Result<Self, ExecError> {
         let first = work.start / block_size;
         let end = (work.start + work.tokens.len()).div_ceil(block_size);
         let busy = |error| match error {
             BlockError::Busy { block, .. } => ExecError::BlockBusy { block },
             BlockError::OutOfRange { .. } => ExecError::OutOfRange(error.to_string()),
         };
-        let read = work.blocks[..first].iter().map(|&id| arena.read(id)).collect::<Result<_, _>>();
-        let write = work.blocks[first..end].iter().map(|&id| arena.write(id)).collect::<Result<_, _>>();
-        Ok(Self { read: read.map_err(busy)?, write: write.map_err(busy)? })
+        let read = work.blocks[..first]
+            .iter()
+            .map(|&id| arena.read(id))
+            .collect::<Result<_, _>>();
+        let write = work.blocks[first..end]
+            .iter()
+            .map(|&id| arena.write(id))
+            .collect::<Result<_, _>>();
+        Ok(Self {
+            read: read.map_err(busy)?,
+            write: write.map_err(busy)?,
+        })
     }
 
     fn write_row(&mut self, position: usize, token: TokenId, block_size: usize) {
@@ -295,7 +346,9 @@ impl<'a> Guards<'a> {
                     let word = u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
                     digest = mix(digest ^ u64::from(word));
                 }
-                if layer == 0 && let Some(token) = row.first_chunk() {
+                if layer == 0
+                    && let Some(token) = row.first_chunk()
+                {
                     tokens.push(u32::from_le_bytes(*token));
                 }
             }
@@ -307,7 +360,9 @@ impl<'a> Guards<'a> {
 fn write_row(guard: &mut BlockWrite<'_>, offset: usize, position: usize, token: TokenId) {
     for layer in 0..LAYERS {
         let check = mix(mix(position as u64 ^ (layer as u64) << 56) ^ u64::from(token));
-        let Some(row) = guard.unit_mut(layer).and_then(|unit| unit.get_mut(offset * ROW..(offset + 1) * ROW))
+        let Some(row) = guard
+            .unit_mut(layer)
+            .and_then(|unit| unit.get_mut(offset * ROW..(offset + 1) * ROW))
         else {
             continue;
         };

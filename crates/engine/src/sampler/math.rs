@@ -70,7 +70,10 @@ mod tests {
         for i in 0..200_000 {
             let x = -f64::from(i) * 0.003_51;
             let (ours, theirs) = (exp(x), x.exp());
-            assert!((ours - theirs).abs() <= 4e-16 * theirs || x < EXP_MIN, "{x}: {ours} {theirs}");
+            assert!(
+                (ours - theirs).abs() <= 4e-16 * theirs || x < EXP_MIN,
+                "{x}: {ours} {theirs}"
+            );
         }
         assert_eq!(exp(0.0), 1.0);
         assert_eq!(exp(-0.0), 1.0);
@@ -83,7 +86,10 @@ mod tests {
         assert_eq!(ln(1.0), 0.0);
         for i in 1..200_000 {
             let x = f64::from(i) * 0.731;
-            assert!((ln(x) - x.ln()).abs() <= 4e-16 * x.ln().abs().max(1.0), "{x}");
+            assert!(
+                (ln(x) - x.ln()).abs() <= 4e-16 * x.ln().abs().max(1.0),
+                "{x}"
+            );
         }
     }
 }

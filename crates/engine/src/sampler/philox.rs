@@ -23,7 +23,12 @@ pub(crate) fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
         }
         let [low0, high0] = halves(u64::from(MULTIPLIERS[0]) * u64::from(counter[0]));
         let [low1, high1] = halves(u64::from(MULTIPLIERS[1]) * u64::from(counter[2]));
-        counter = [high1 ^ counter[1] ^ key[0], low1, high0 ^ counter[3] ^ key[1], low0];
+        counter = [
+            high1 ^ counter[1] ^ key[0],
+            low1,
+            high0 ^ counter[3] ^ key[1],
+            low0,
+        ];
     }
     counter
 }
@@ -40,10 +45,19 @@ mod tests {
     /// `kat_vectors` of the authors' library Random123.
     #[test]
     fn published_vectors() {
-        assert_eq!(philox([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
-        assert_eq!(philox([!0; 4], [!0; 2]), [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]);
         assert_eq!(
-            philox([0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344], [0xa409_3822, 0x299f_31d0]),
+            philox([0; 4], [0; 2]),
+            [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]
+        );
+        assert_eq!(
+            philox([!0; 4], [!0; 2]),
+            [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]
+        );
+        assert_eq!(
+            philox(
+                [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344],
+                [0xa409_3822, 0x299f_31d0]
+            ),
             [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]
         );
     }
@@ -58,10 +72,21 @@ mod tests {
             bins[(uniform(7, 0, p) * 16.0) as usize] += 1;
         }
         let expected = f64::from(n) / 16.0;
-        let chi2: f64 = bins.iter().map(|&b| (f64::from(b) - expected).powi(2) / expected).sum();
-        assert!(chi2 < 50.0, "chi-squared with 15 degrees of freedom is {chi2}");
+        let chi2: f64 = bins
+            .iter()
+            .map(|&b| (f64::from(b) - expected).powi(2) / expected)
+            .sum();
+        assert!(
+            chi2 < 50.0,
+            "chi-squared with 15 degrees of freedom is {chi2}"
+        );
         let base = uniform(7, 0, 3);
-        for other in [uniform(8, 0, 3), uniform(7 + (1 << 32), 0, 3), uniform(7, 1, 3), uniform(7, 0, 4)] {
+        for other in [
+            uniform(8, 0, 3),
+            uniform(7 + (1 << 32), 0, 3),
+            uniform(7, 1, 3),
+            uniform(7, 0, 4),
+        ] {
             assert_ne!(base.to_bits(), other.to_bits());
         }
     }

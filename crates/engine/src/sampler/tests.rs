@@ -3,16 +3,29 @@ use proptest::prelude::*;
 use serde_json::Value;
 
 fn golden() -> Value {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../testdata/sampling/sampling.json");
+    let path = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../testdata/sampling/sampling.json"
+    );
     serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
 }
 
 fn floats(value: &Value) -> Vec<f64> {
-    value.as_array().unwrap().iter().map(|v| v.as_f64().unwrap_or(f64::NEG_INFINITY)).collect()
+    value
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|v| v.as_f64().unwrap_or(f64::NEG_INFINITY))
+        .collect()
 }
 
 fn ids(value: &Value) -> Vec<TokenId> {
-    value.as_array().unwrap().iter().map(|v| v.as_u64().unwrap() as TokenId).collect()
+    value
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|v| v.as_u64().unwrap() as TokenId)
+        .collect()
 }
 
 fn params_of(case: &Value) -> SamplingParams {
@@ -26,14 +39,19 @@ fn params_of(case: &Value) -> SamplingParams {
         repetition_penalty: number("repetition_penalty", 1.0),
         frequency_penalty: number("frequency_penalty", 0.0),
         presence_penalty: number("presence_penalty", 0.0),
-        logit_bias: bias.map(|(id, b)| (id.parse().unwrap(), b.as_f64().unwrap() as f32)).collect(),
+        logit_bias: bias
+            .map(|(id, b)| (id.parse().unwrap(), b.as_f64().unwrap() as f32))
+            .collect(),
         min_tokens: case["min_tokens"].as_u64().unwrap_or(0) as u32,
         ..SamplingParams::greedy(16)
     }
 }
 
 fn row_of(golden: &Value) -> Vec<f32> {
-    floats(&golden["logits"]).into_iter().map(|x| x as f32).collect()
+    floats(&golden["logits"])
+        .into_iter()
+        .map(|x| x as f32)
+        .collect()
 }
 
 /// Probabilities of the draw, dense.
@@ -55,7 +73,13 @@ fn probabilities(sampler: &mut Sampler, row: &[f32], context: &RowContext<'_>) -
 }
 
 fn greedy_context<'a>(params: &'a SamplingParams, counts: &'a TokenCounts) -> RowContext<'a> {
-    RowContext { params, counts, eos: &[], output_len: 0, position: 1 }
+    RowContext {
+        params,
+        counts,
+        eos: &[],
+        output_len: 0,
+        position: 1,
+    }
 }
 
 #[test]
@@ -80,16 +104,28 @@ fn probabilities_are_those_of_the_reference() {
             position: 10,
         };
         sampler.process(&row, &context);
-        for (id, (ours, theirs)) in sampler.values.iter().zip(floats(&case["processed_logits"])).enumerate() {
+        for (id, (ours, theirs)) in sampler
+            .values
+            .iter()
+            .zip(floats(&case["processed_logits"]))
+            .enumerate()
+        {
             let equal = f64::from(*ours) == theirs || (f64::from(*ours) - theirs).abs() < 1e-5;
             assert!(equal, "{}: logit {id}: {ours} {theirs}", case["params"]);
         }
         let best = finite_max(&sampler.values).unwrap();
-        assert_eq!(u64::from(first_at(&sampler.values, best)), case["argmax"].as_u64().unwrap());
+        assert_eq!(
+            u64::from(first_at(&sampler.values, best)),
+            case["argmax"].as_u64().unwrap()
+        );
         let ours = probabilities(&mut sampler, &row, &context);
         for (id, (ours, theirs)) in ours.iter().zip(floats(&case["probabilities"])).enumerate() {
             worst = worst.max((ours - theirs).abs());
-            assert!((ours - theirs).abs() <= 1e-6, "{}: token {id}: {ours} {theirs}", case["params"]);
+            assert!(
+                (ours - theirs).abs() <= 1e-6,
+                "{}: token {id}: {ours} {theirs}",
+                case["params"]
+            );
         }
     }
     println!("25 cases, worst difference of a probability {worst:.1e}");
@@ -100,13 +136,21 @@ fn logprobs_are_those_of_the_raw_logits() {
     let golden = golden();
     let row = row_of(&golden);
     let want = floats(&golden["raw_logprobs"]);
-    let mut params = SamplingParams { logprobs: Some(5), ..SamplingParams::greedy(4) };
+    let mut params = SamplingParams {
+        logprobs: Some(5),
+        ..SamplingParams::greedy(4)
+    };
     params.logit_bias = vec![(14, 100.0)];
     let counts = TokenCounts::default();
-    let drawn = Sampler::default().sample(&row, &greedy_context(&params, &counts)).unwrap();
+    let drawn = Sampler::default()
+        .sample(&row, &greedy_context(&params, &counts))
+        .unwrap();
     let (own, top) = drawn.logprobs.unwrap();
     let example = &golden["sampled_rank_example"];
-    assert_eq!((drawn.id, own.token, u64::from(own.rank)), (14, 14, example["rank"].as_u64().unwrap()));
+    assert_eq!(
+        (drawn.id, own.token, u64::from(own.rank)),
+        (14, 14, example["rank"].as_u64().unwrap())
+    );
     assert!((f64::from(own.logprob) - want[14]).abs() < 1e-6);
     let reference = golden["top_logprobs_5"].as_array().unwrap();
     assert_eq!(top.len(), reference.len());
@@ -120,9 +164,14 @@ fn logprobs_are_those_of_the_raw_logits() {
 #[test]
 fn ties_go_to_the_lowest_id_and_share_a_rank() {
     let row = [1.0, 3.0, 3.0, 2.0, 3.0];
-    let params = SamplingParams { logprobs: Some(4), ..SamplingParams::greedy(4) };
+    let params = SamplingParams {
+        logprobs: Some(4),
+        ..SamplingParams::greedy(4)
+    };
     let counts = TokenCounts::default();
-    let drawn = Sampler::default().sample(&row, &greedy_context(&params, &counts)).unwrap();
+    let drawn = Sampler::default()
+        .sample(&row, &greedy_context(&params, &counts))
+        .unwrap();
     let (own, top) = drawn.logprobs.unwrap();
     assert_eq!((drawn.id, own.rank), (1, 1));
     let listed: Vec<_> = top.iter().map(|l| (l.token, l.rank)).collect();
@@ -133,13 +182,19 @@ fn ties_go_to_the_lowest_id_and_share_a_rank() {
 fn top_k_keeps_ties_and_top_p_the_smallest_set() {
     let mut sampler = Sampler::default();
     let counts = TokenCounts::default();
-    let params =
-        SamplingParams { temperature: 1.0, top_k: 2, ..SamplingParams::greedy(4) };
+    let params = SamplingParams {
+        temperature: 1.0,
+        top_k: 2,
+        ..SamplingParams::greedy(4)
+    };
     let row = [0.0, 2.0, 2.0, 2.0, 1.0];
     let p = probabilities(&mut sampler, &row, &greedy_context(&params, &counts));
     assert_eq!(p.iter().filter(|&&p| p > 0.0).count(), 3);
-    let params =
-        SamplingParams { temperature: 1.0, top_p: 0.5, ..SamplingParams::greedy(4) };
+    let params = SamplingParams {
+        temperature: 1.0,
+        top_p: 0.5,
+        ..SamplingParams::greedy(4)
+    };
     let p = probabilities(&mut sampler, &[1.0; 8], &greedy_context(&params, &counts));
     assert_eq!(p, [0.25, 0.25, 0.25, 0.25, 0.0, 0.0, 0.0, 0.0]);
 }
@@ -148,14 +203,21 @@ fn top_k_keeps_ties_and_top_p_the_smallest_set() {
 #[test]
 fn draws_follow_the_distribution() {
     let row = [0.0f32, 1.0, -1.0, 0.5, 2.0, -3.0];
-    let params = SamplingParams { temperature: 0.8, seed: 11, ..SamplingParams::greedy(4) };
+    let params = SamplingParams {
+        temperature: 0.8,
+        seed: 11,
+        ..SamplingParams::greedy(4)
+    };
     let counts = TokenCounts::default();
     let mut sampler = Sampler::default();
     let expected = probabilities(&mut sampler, &row, &greedy_context(&params, &counts));
     let n = 40_000;
     let mut seen = [0u32; 6];
     for position in 0..n {
-        let context = RowContext { position, ..greedy_context(&params, &counts) };
+        let context = RowContext {
+            position,
+            ..greedy_context(&params, &counts)
+        };
         seen[sampler.sample(&row, &context).unwrap().id as usize] += 1;
     }
     let chi2: f64 = expected
@@ -163,7 +225,10 @@ fn draws_follow_the_distribution() {
         .zip(seen)
         .map(|(p, seen)| (f64::from(seen) - p * n as f64).powi(2) / (p * n as f64))
         .sum();
-    assert!(chi2 < 25.0, "chi-squared with 5 degrees of freedom is {chi2}: {seen:?}");
+    assert!(
+        chi2 < 25.0,
+        "chi-squared with 5 degrees of freedom is {chi2}: {seen:?}"
+    );
 }
 
 #[test]
@@ -176,10 +241,17 @@ fn logits_that_are_no_numbers_are_an_error_and_no_token() {
         for at in [0, 17, 39] {
             let mut row = vec![0.5; 40];
             row[at] = bad;
-            assert_eq!(sampler.sample(&row, &context), Err(SampleError::NotFinite), "{bad} at {at}");
+            assert_eq!(
+                sampler.sample(&row, &context),
+                Err(SampleError::NotFinite),
+                "{bad} at {at}"
+            );
         }
     }
-    assert_eq!(sampler.sample(&[f32::NEG_INFINITY; 40], &context), Err(SampleError::NotFinite));
+    assert_eq!(
+        sampler.sample(&[f32::NEG_INFINITY; 40], &context),
+        Err(SampleError::NotFinite)
+    );
 }
 
 #[test]
@@ -192,8 +264,14 @@ fn a_mask_that_leaves_nothing_is_an_error_and_no_token() {
             ..SamplingParams::greedy(4)
         };
         let counts = TokenCounts::default();
-        let context = RowContext { eos: &[3], ..greedy_context(&params, &counts) };
-        assert_eq!(Sampler::default().sample(&[0.5; 8], &context), Err(SampleError::NothingAllowed));
+        let context = RowContext {
+            eos: &[3],
+            ..greedy_context(&params, &counts)
+        };
+        assert_eq!(
+            Sampler::default().sample(&[0.5; 8], &context),
+            Err(SampleError::NothingAllowed)
+        );
     }
 }
 
@@ -219,7 +297,9 @@ fn slow_distribution(row: &[f32], params: &SamplingParams) -> Vec<f64> {
         let mut sorted = x.clone();
         sorted.sort_by(|a, b| b.total_cmp(a));
         let threshold = sorted[k - 1];
-        x.iter_mut().filter(|x| **x < threshold).for_each(|x| *x = f64::NEG_INFINITY);
+        x.iter_mut()
+            .filter(|x| **x < threshold)
+            .for_each(|x| *x = f64::NEG_INFINITY);
     }
     if params.top_p < 1.0 {
         let p = softmax(&x);

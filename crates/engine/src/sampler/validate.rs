@@ -63,14 +63,34 @@ impl SamplingParams {
     /// # Errors
     /// `InvalidRequest` with the field as `param`.
     pub fn validate(&self, vocab: usize, limits: &SamplingLimits) -> Result<(), ApiError> {
-        in_range("temperature", self.temperature, 0.0..=f32::MAX, "finite numbers from 0")?;
+        in_range(
+            "temperature",
+            self.temperature,
+            0.0..=f32::MAX,
+            "finite numbers from 0",
+        )?;
         if !(self.top_p > 0.0 && self.top_p <= 1.0) {
             return Err(refuse("top_p", self.top_p, "above 0 and at most 1"));
         }
         in_range("min_p", self.min_p, 0.0..=1.0, "0 to 1")?;
-        in_range("repetition_penalty", self.repetition_penalty, 0.001..=1000.0, "0.001 to 1000")?;
-        in_range("frequency_penalty", self.frequency_penalty, -2.0..=2.0, "-2 to 2")?;
-        in_range("presence_penalty", self.presence_penalty, -2.0..=2.0, "-2 to 2")?;
+        in_range(
+            "repetition_penalty",
+            self.repetition_penalty,
+            0.001..=1000.0,
+            "0.001 to 1000",
+        )?;
+        in_range(
+            "frequency_penalty",
+            self.frequency_penalty,
+            -2.0..=2.0,
+            "-2 to 2",
+        )?;
+        in_range(
+            "presence_penalty",
+            self.presence_penalty,
+            -2.0..=2.0,
+            "-2 to 2",
+        )?;
         if self.max_tokens == 0 {
             return Err(refuse("max_tokens", 0, "at least 1"));
         }
@@ -79,26 +99,49 @@ impl SamplingParams {
             return Err(refuse("min_tokens", self.min_tokens, &allowed));
         }
         if let Some(k) = self.logprobs.filter(|&k| k > limits.max_logprobs) {
-            return Err(refuse("logprobs", k, &format!("0 to {}", limits.max_logprobs)));
+            return Err(refuse(
+                "logprobs",
+                k,
+                &format!("0 to {}", limits.max_logprobs),
+            ));
         }
         self.validate_ids(vocab, limits)?;
         self.validate_stops(limits)
     }
 
     fn validate_ids(&self, vocab: usize, limits: &SamplingLimits) -> Result<(), ApiError> {
-        at_most("logit_bias", self.logit_bias.len(), limits.max_logit_bias, "entries")?;
+        at_most(
+            "logit_bias",
+            self.logit_bias.len(),
+            limits.max_logit_bias,
+            "entries",
+        )?;
         for &(id, bias) in &self.logit_bias {
             check_id("logit_bias", id, vocab)?;
-            in_range(&format!("logit_bias[{id}]"), bias, -100.0..=100.0, "-100 to 100")
-                .map_err(|error| error.with_param("logit_bias"))?;
+            in_range(
+                &format!("logit_bias[{id}]"),
+                bias,
+                -100.0..=100.0,
+                "-100 to 100",
+            )
+            .map_err(|error| error.with_param("logit_bias"))?;
         }
-        at_most("stop_token_ids", self.stop_token_ids.len(), limits.max_stop_token_ids, "entries")?;
+        at_most(
+            "stop_token_ids",
+            self.stop_token_ids.len(),
+            limits.max_stop_token_ids,
+            "entries",
+        )?;
         for &id in &self.stop_token_ids {
             check_id("stop_token_ids", id, vocab)?;
         }
         if let Some(allowed) = &self.allowed_token_ids {
             if allowed.is_empty() {
-                return Err(refuse("allowed_token_ids", "[]", "lists of at least one token id"));
+                return Err(refuse(
+                    "allowed_token_ids",
+                    "[]",
+                    "lists of at least one token id",
+                ));
             }
             at_most("allowed_token_ids", allowed.len(), vocab, "entries")?;
             for &id in allowed {
@@ -130,9 +173,14 @@ impl SamplingParams {
 /// `InvalidRequest` with `prompt` as `param`.
 pub fn check_prompt(prompt: &[TokenId], vocab: usize) -> Result<(), ApiError> {
     if prompt.is_empty() {
-        return Err(ApiError::invalid("prompt", "the prompt has 0 tokens; at least 1 is needed"));
+        return Err(ApiError::invalid(
+            "prompt",
+            "the prompt has 0 tokens; at least 1 is needed",
+        ));
     }
-    prompt.iter().try_for_each(|&id| check_id("prompt", id, vocab))
+    prompt
+        .iter()
+        .try_for_each(|&id| check_id("prompt", id, vocab))
 }
 
 /// Checks that prompt and output together fit `max_len` tokens.
@@ -166,18 +214,33 @@ fn check_id(param: &str, id: TokenId, vocab: usize) -> Result<(), ApiError> {
         return Ok(());
     }
     let allowed = format!("0 to {}", vocab.saturating_sub(1));
-    Err(ApiError::invalid(param, format!("{param} contains token id {id}; allowed are {allowed}")))
+    Err(ApiError::invalid(
+        param,
+        format!("{param} contains token id {id}; allowed are {allowed}"),
+    ))
 }
 
-fn in_range(param: &str, value: f32, range: RangeInclusive<f32>, allowed: &str) -> Result<(), ApiError> {
-    if range.contains(&value) { Ok(()) } else { Err(refuse(param, value, allowed)) }
+fn in_range(
+    param: &str,
+    value: f32,
+    range: RangeInclusive<f32>,
+    allowed: &str,
+) -> Result<(), ApiError> {
+    if range.contains(&value) {
+        Ok(())
+    } else {
+        Err(refuse(param, value, allowed))
+    }
 }
 
 fn at_most(param: &str, len: usize, limit: usize, what: &str) -> Result<(), ApiError> {
     if len <= limit {
         return Ok(());
     }
-    Err(ApiError::invalid(param, format!("{param} has {len} {what}; allowed are at most {limit}")))
+    Err(ApiError::invalid(
+        param,
+        format!("{param} has {len} {what}; allowed are at most {limit}"),
+    ))
 }
 
 fn refuse(param: &str, value: impl Display, allowed: &str) -> ApiError {
@@ -193,7 +256,9 @@ mod tests {
     fn refusal(change: impl FnOnce(&mut SamplingParams)) -> ApiError {
         let mut params = SamplingParams::greedy(16);
         change(&mut params);
-        params.validate(VOCAB, &SamplingLimits::default()).unwrap_err()
+        params
+            .validate(VOCAB, &SamplingLimits::default())
+            .unwrap_err()
     }
 
     fn accept(change: impl FnOnce(&mut SamplingParams)) {
@@ -203,9 +268,16 @@ mod tests {
     }
 
     fn assert_names(error: &ApiError, param: &str, value: &str) {
-        assert_eq!((error.kind.status(), error.param.as_deref()), (400, Some(param)), "{error}");
+        assert_eq!(
+            (error.kind.status(), error.param.as_deref()),
+            (400, Some(param)),
+            "{error}"
+        );
         assert!(error.message.contains(param), "{error}");
-        assert!(error.message.contains(value), "{error} does not name {value}");
+        assert!(
+            error.message.contains(value),
+            "{error} does not name {value}"
+        );
         assert!(error.message.contains("allowed are"), "{error}");
     }
 
@@ -213,23 +285,51 @@ mod tests {
     fn a_value_out_of_range_is_refused_with_field_value_and_range() {
         for (value, shown) in [(f32::NAN, "NaN"), (-0.5, "-0.5"), (f32::INFINITY, "inf")] {
             assert_names(&refusal(|p| p.temperature = value), "temperature", shown);
-            assert_names(&refusal(|p| p.repetition_penalty = value), "repetition_penalty", shown);
+            assert_names(
+                &refusal(|p| p.repetition_penalty = value),
+                "repetition_penalty",
+                shown,
+            );
             assert_names(&refusal(|p| p.top_p = value), "top_p", shown);
             assert_names(&refusal(|p| p.min_p = value), "min_p", shown);
         }
         for (value, shown) in [(f32::NAN, "NaN"), (-2.5, "-2.5"), (2.5, "2.5")] {
-            assert_names(&refusal(|p| p.frequency_penalty = value), "frequency_penalty", shown);
-            assert_names(&refusal(|p| p.presence_penalty = value), "presence_penalty", shown);
+            assert_names(
+                &refusal(|p| p.frequency_penalty = value),
+                "frequency_penalty",
+                shown,
+            );
+            assert_names(
+                &refusal(|p| p.presence_penalty = value),
+                "presence_penalty",
+                shown,
+            );
         }
         assert_names(&refusal(|p| p.top_p = 0.0), "top_p", "0");
         assert_names(&refusal(|p| p.top_p = 1.5), "top_p", "1.5");
         assert_names(&refusal(|p| p.min_p = 1.5), "min_p", "1.5");
-        assert_names(&refusal(|p| p.repetition_penalty = 0.0), "repetition_penalty", "0");
+        assert_names(
+            &refusal(|p| p.repetition_penalty = 0.0),
+            "repetition_penalty",
+            "0",
+        );
         assert_names(&refusal(|p| p.max_tokens = 0), "max_tokens", "0");
         assert_names(&refusal(|p| p.min_tokens = 17), "min_tokens", "17");
-        assert_names(&refusal(|p| p.logprobs = Some(1_000_000)), "logprobs", "1000000");
-        assert_names(&refusal(|p| p.logit_bias = vec![(3, f32::NAN)]), "logit_bias", "NaN");
-        assert_names(&refusal(|p| p.logit_bias = vec![(3, 101.0)]), "logit_bias", "101");
+        assert_names(
+            &refusal(|p| p.logprobs = Some(1_000_000)),
+            "logprobs",
+            "1000000",
+        );
+        assert_names(
+            &refusal(|p| p.logit_bias = vec![(3, f32::NAN)]),
+            "logit_bias",
+            "NaN",
+        );
+        assert_names(
+            &refusal(|p| p.logit_bias = vec![(3, 101.0)]),
+            "logit_bias",
+            "101",
+        );
         accept(|p| {
             p.temperature = 5.0;
             p.top_p = 1e-9;
@@ -244,11 +344,23 @@ mod tests {
     fn token_ids_out_of_range_are_refused_wherever_they_stand() {
         for id in [512u32, 1 << 31, u32::MAX] {
             let shown = id.to_string();
-            assert_names(&refusal(|p| p.logit_bias = vec![(1, 0.0), (id, 1.0)]), "logit_bias", &shown);
-            assert_names(&refusal(|p| p.stop_token_ids = vec![1, id]), "stop_token_ids", &shown);
+            assert_names(
+                &refusal(|p| p.logit_bias = vec![(1, 0.0), (id, 1.0)]),
+                "logit_bias",
+                &shown,
+            );
+            assert_names(
+                &refusal(|p| p.stop_token_ids = vec![1, id]),
+                "stop_token_ids",
+                &shown,
+            );
             let allowed = refusal(|p| p.allowed_token_ids = Some(vec![1, id]));
             assert_names(&allowed, "allowed_token_ids", &shown);
-            assert_names(&check_prompt(&[1, id], VOCAB).unwrap_err(), "prompt", &shown);
+            assert_names(
+                &check_prompt(&[1, id], VOCAB).unwrap_err(),
+                "prompt",
+                &shown,
+            );
         }
         accept(|p| {
             p.logit_bias = vec![(511, 1.0)];
@@ -256,19 +368,46 @@ mod tests {
             p.allowed_token_ids = Some((0..512).collect());
         });
         assert_eq!(check_prompt(&[0, 511], VOCAB), Ok(()));
-        assert_eq!(check_prompt(&[], VOCAB).unwrap_err().param.as_deref(), Some("prompt"));
+        assert_eq!(
+            check_prompt(&[], VOCAB).unwrap_err().param.as_deref(),
+            Some("prompt")
+        );
     }
 
     #[test]
     fn lists_without_end_are_refused() {
-        assert_names(&refusal(|p| p.logit_bias = vec![(1, 0.0); 1_000_000]), "logit_bias", "1000000");
-        assert_names(&refusal(|p| p.stop_token_ids = vec![1; 100_000]), "stop_token_ids", "100000");
+        assert_names(
+            &refusal(|p| p.logit_bias = vec![(1, 0.0); 1_000_000]),
+            "logit_bias",
+            "1000000",
+        );
+        assert_names(
+            &refusal(|p| p.stop_token_ids = vec![1; 100_000]),
+            "stop_token_ids",
+            "100000",
+        );
         let allowed = refusal(|p| p.allowed_token_ids = Some(vec![1; 100_000]));
         assert_names(&allowed, "allowed_token_ids", "100000");
-        assert_names(&refusal(|p| p.allowed_token_ids = Some(Vec::new())), "allowed_token_ids", "[]");
-        assert_names(&refusal(|p| p.stop = vec!["x".to_owned(); 100_000]), "stop", "100000");
-        assert_names(&refusal(|p| p.stop = vec!["x".repeat(1 << 20)]), "stop", "1048576");
-        assert_names(&refusal(|p| p.stop = vec!["x".to_owned(), String::new()]), "stop", "stop[1]");
+        assert_names(
+            &refusal(|p| p.allowed_token_ids = Some(Vec::new())),
+            "allowed_token_ids",
+            "[]",
+        );
+        assert_names(
+            &refusal(|p| p.stop = vec!["x".to_owned(); 100_000]),
+            "stop",
+            "100000",
+        );
+        assert_names(
+            &refusal(|p| p.stop = vec!["x".repeat(1 << 20)]),
+            "stop",
+            "1048576",
+        );
+        assert_names(
+            &refusal(|p| p.stop = vec!["x".to_owned(), String::new()]),
+            "stop",
+            "stop[1]",
+        );
     }
 
     #[test]

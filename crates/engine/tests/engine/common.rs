@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 use twinfer_engine::testing::{ScriptedExecutor, ScriptedShape, byte_tokenizer, fill_kv};
 use twinfer_engine::{
-    Engine, EngineConfig, Event, Finish, KvOutcome, KvSource, OutputToken, Request, RequestId, SamplingParams,
+    Engine, EngineConfig, Event, Finish, KvOutcome, KvSource, OutputToken, Request, RequestId,
+    SamplingParams,
 };
 use twinfer_protocol::{BlockId, TokenId};
 use twinfer_text::Tokenizer;
@@ -36,11 +37,20 @@ pub(crate) fn tokenizer() -> Arc<Tokenizer> {
 }
 
 pub(crate) fn roomy() -> EngineConfig {
-    EngineConfig { max_model_len: 512, max_num_seqs: 64, max_num_batched_tokens: 512, max_waiting: 1024 }
+    EngineConfig {
+        max_model_len: 512,
+        max_num_seqs: 64,
+        max_num_batched_tokens: 512,
+        max_waiting: 1024,
+    }
 }
 
 pub(crate) fn shape(num_blocks: u32) -> ScriptedShape {
-    ScriptedShape { block_size: BLOCK, num_blocks, ..ScriptedShape::default() }
+    ScriptedShape {
+        block_size: BLOCK,
+        num_blocks,
+        ..ScriptedShape::default()
+    }
 }
 
 pub(crate) fn engine_with(config: EngineConfig, executor: ScriptedExecutor) -> Engine {
@@ -50,16 +60,27 @@ pub(crate) fn engine_with(config: EngineConfig, executor: ScriptedExecutor) -> E
 }
 
 pub(crate) fn bench(config: EngineConfig, num_blocks: u32) -> Bench {
-    Bench::new(engine_with(config, ScriptedExecutor::new(shape(num_blocks)).unwrap()))
+    Bench::new(engine_with(
+        config,
+        ScriptedExecutor::new(shape(num_blocks)).unwrap(),
+    ))
 }
 
 /// A prompt that no other number shares a token prefix of length 1 with (below 256).
 pub(crate) fn prompt(number: u64, len: usize) -> Arc<[TokenId]> {
-    (0..len as u64).map(|i| ((number + 7 * i * (number + 1)) % 256) as TokenId).collect()
+    (0..len as u64)
+        .map(|i| ((number + 7 * i * (number + 1)) % 256) as TokenId)
+        .collect()
 }
 
 pub(crate) fn request(id: u64, prompt: Arc<[TokenId]>, params: SamplingParams) -> Request {
-    Request { id: RequestId(id), prompt, params, kv: KvSource::Compute, hold_kv: false }
+    Request {
+        id: RequestId(id),
+        prompt,
+        params,
+        kv: KvSource::Compute,
+        hold_kv: false,
+    }
 }
 
 /// Sampled, with seed and log-probabilities: every bit of the row matters to the output.
@@ -76,7 +97,11 @@ pub(crate) fn sampled(seed: u64, max_tokens: u32) -> SamplingParams {
 pub(crate) fn alone(request: &Request) -> Got {
     let mut bench = bench(roomy(), 256);
     let id = request.id.0;
-    let computed = Request { kv: KvSource::Compute, hold_kv: false, ..request.clone() };
+    let computed = Request {
+        kv: KvSource::Compute,
+        hold_kv: false,
+        ..request.clone()
+    };
     bench.engine.submit(computed).unwrap();
     bench.run();
     bench.got.remove(&id).unwrap()
@@ -89,9 +114,16 @@ impl Got {
 
     /// All but where the prompt tokens came from and what is held.
     pub(crate) fn assert_same_output(&self, other: &Got, what: &str) {
-        assert_eq!(self.tokens, other.tokens, "{what}: tokens or log-probabilities");
+        assert_eq!(
+            self.tokens, other.tokens,
+            "{what}: tokens or log-probabilities"
+        );
         assert_eq!(self.text, other.text, "{what}: text");
-        let reason = |got: &Got| got.finish.as_ref().map(|f| (f.reason.clone(), f.output_tokens));
+        let reason = |got: &Got| {
+            got.finish
+                .as_ref()
+                .map(|f| (f.reason.clone(), f.output_tokens))
+        };
         assert_eq!(reason(self), reason(other), "{what}: end");
     }
 }
@@ -120,9 +152,18 @@ impl Bench {
 
     fn take(&mut self, event: Event) {
         match event {
-            Event::Output { id, tokens, text, finish } => {
+            Event::Output {
+                id,
+                tokens,
+                text,
+                finish,
+            } => {
                 let got = self.got.entry(id.0).or_default();
-                assert!(got.finish.is_none(), "request {} goes on after its end", id.0);
+                assert!(
+                    got.finish.is_none(),
+                    "request {} goes on after its end",
+                    id.0
+                );
                 got.tokens.extend(tokens);
                 got.text.push_str(&text);
                 if finish.is_some() {
@@ -151,7 +192,13 @@ impl Bench {
     /// Answers a fetch as a prefill instance would.
     pub(crate) fn load(&mut self, id: u64, prompt: &[TokenId]) {
         let (blocks, tokens) = self.fetches.remove(&id).unwrap();
-        fill_kv(self.engine.arena(), BLOCK, &blocks, &prompt[..tokens as usize]).unwrap();
+        fill_kv(
+            self.engine.arena(),
+            BLOCK,
+            &blocks,
+            &prompt[..tokens as usize],
+        )
+        .unwrap();
         self.engine.kv_loaded(RequestId(id), KvOutcome::Loaded);
     }
 
@@ -160,7 +207,10 @@ impl Bench {
         self.engine.audit().unwrap();
         let load = self.engine.stats().load;
         assert!(self.engine.is_idle() && !self.engine.has_work());
-        assert_eq!((load.running, load.waiting, load.waiting_prefill_tokens), (0, 0, 0));
+        assert_eq!(
+            (load.running, load.waiting, load.waiting_prefill_tokens),
+            (0, 0, 0)
+        );
         assert_eq!((load.kv_blocks.used, load.kv_blocks.held), (0, 0));
     }
 }

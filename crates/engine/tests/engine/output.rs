@@ -8,22 +8,36 @@ use twinfer_protocol::{ErrorKind, TokenId};
 const PROMPT: &[TokenId] = &[b'>' as TokenId];
 
 /// Runs a request whose greedy output is `script`, then spaces.
-fn run(script: &[u8], eos_at: Option<usize>, params: SamplingParams) -> (Vec<TokenId>, Vec<String>, FinishReason) {
+fn run(
+    script: &[u8],
+    eos_at: Option<usize>,
+    params: SamplingParams,
+) -> (Vec<TokenId>, Vec<String>, FinishReason) {
     let script = script.to_vec();
-    let executor = ScriptedExecutor::new(shape(64)).unwrap().with_script(move |tokens| {
-        let at = tokens.len() - PROMPT.len();
-        match script.get(at) {
-            _ if eos_at == Some(at) => BYTE_EOS,
-            Some(&byte) => TokenId::from(byte),
-            None => TokenId::from(b' '),
-        }
-    });
+    let executor = ScriptedExecutor::new(shape(64))
+        .unwrap()
+        .with_script(move |tokens| {
+            let at = tokens.len() - PROMPT.len();
+            match script.get(at) {
+                _ if eos_at == Some(at) => BYTE_EOS,
+                Some(&byte) => TokenId::from(byte),
+                None => TokenId::from(b' '),
+            }
+        });
     let mut engine = engine_with(roomy(), executor);
     engine.submit(request(1, PROMPT.into(), params)).unwrap();
     let (mut ids, mut pieces) = (Vec::new(), Vec::new());
     for _ in 0..1000 {
         for event in engine.step().unwrap() {
-            let twinfer_engine::Event::Output { tokens, text, finish, .. } = event else { panic!() };
+            let twinfer_engine::Event::Output {
+                tokens,
+                text,
+                finish,
+                ..
+            } = event
+            else {
+                panic!()
+            };
             ids.extend(tokens.iter().map(|t| t.id));
             pieces.push(text);
             if let Some(finish) = finish {
@@ -49,28 +63,50 @@ fn a_stop_text_over_several_tokens_is_cut_and_no_part_of_it_is_shown() {
     assert_eq!(pieces.concat(), "one ");
     assert_eq!(reason, FinishReason::StopText("END".to_owned()));
     assert_eq!(ids.len(), 7, "nothing is computed after the stop");
-    assert!(pieces.iter().all(|piece| !piece.contains('E')), "{pieces:?}");
+    assert!(
+        pieces.iter().all(|piece| !piece.contains('E')),
+        "{pieces:?}"
+    );
 }
 
 #[test]
 fn a_stop_text_is_kept_if_asked_for() {
-    let params = SamplingParams { include_stop_str_in_output: true, ..stops(&["END"]) };
+    let params = SamplingParams {
+        include_stop_str_in_output: true,
+        ..stops(&["END"])
+    };
     assert_eq!(run(b"one END two", None, params).1.concat(), "one END");
 }
 
 #[test]
 fn what_only_looked_like_a_stop_text_is_shown() {
-    let params = SamplingParams { max_tokens: 8, ..stops(&["ENDE"]) };
+    let params = SamplingParams {
+        max_tokens: 8,
+        ..stops(&["ENDE"])
+    };
     let (_, pieces, reason) = run(b"one ENDx", None, params);
-    assert_eq!((pieces.concat().as_str(), reason), ("one ENDx", FinishReason::Length));
-    let params = SamplingParams { max_tokens: 7, ..stops(&["ENDE"]) };
+    assert_eq!(
+        (pieces.concat().as_str(), reason),
+        ("one ENDx", FinishReason::Length)
+    );
+    let params = SamplingParams {
+        max_tokens: 7,
+        ..stops(&["ENDE"])
+    };
     let (_, pieces, reason) = run(b"one ENDx", None, params);
-    assert_eq!((pieces.concat().as_str(), reason), ("one END", FinishReason::Length), "held back, then shown");
+    assert_eq!(
+        (pieces.concat().as_str(), reason),
+        ("one END", FinishReason::Length),
+        "held back, then shown"
+    );
 }
 
 #[test]
 fn a_stop_text_completed_by_the_last_permitted_token_is_the_reason() {
-    let params = SamplingParams { max_tokens: 7, ..stops(&["END"]) };
+    let params = SamplingParams {
+        max_tokens: 7,
+        ..stops(&["END"])
+    };
     let (ids, pieces, reason) = run(b"one END two", None, params);
     assert_eq!((ids.len(), pieces.concat().as_str()), (7, "one "));
     assert_eq!(reason, FinishReason::StopText("END".to_owned()));
@@ -88,7 +124,14 @@ fn the_earliest_end_wins_then_the_order_of_the_list() {
 
 #[test]
 fn a_stop_text_in_the_prompt_does_not_stop() {
-    let (ids, _, _) = run(b"ab", None, SamplingParams { max_tokens: 5, ..stops(&[">", ">a"]) });
+    let (ids, _, _) = run(
+        b"ab",
+        None,
+        SamplingParams {
+            max_tokens: 5,
+            ..stops(&[">", ">a"])
+        },
+    );
     assert_eq!(ids.len(), 5);
 }
 
@@ -102,18 +145,30 @@ fn end_of_sequence_ends_is_counted_and_not_shown() {
 
 #[test]
 fn ignored_end_of_sequence_does_not_end_and_shows_only_with_special_tokens() {
-    let params = SamplingParams { ignore_eos: true, ..SamplingParams::greedy(5) };
+    let params = SamplingParams {
+        ignore_eos: true,
+        ..SamplingParams::greedy(5)
+    };
     let (ids, pieces, reason) = run(b"hello", Some(3), params.clone());
-    assert_eq!((reason, ids.len(), pieces.concat().as_str()), (FinishReason::Length, 5, "helo"));
-    let params = SamplingParams { skip_special_tokens: false, ..params };
+    assert_eq!(
+        (reason, ids.len(), pieces.concat().as_str()),
+        (FinishReason::Length, 5, "helo")
+    );
+    let params = SamplingParams {
+        skip_special_tokens: false,
+        ..params
+    };
     assert_eq!(run(b"hello", Some(3), params).1.concat(), "hel</s>o");
 }
 
 #[test]
 fn a_stop_token_ends_even_if_end_of_sequence_is_ignored_and_is_not_shown() {
     let stop = TokenId::from(b'l');
-    let params =
-        SamplingParams { ignore_eos: true, stop_token_ids: vec![stop], ..SamplingParams::greedy(32) };
+    let params = SamplingParams {
+        ignore_eos: true,
+        stop_token_ids: vec![stop],
+        ..SamplingParams::greedy(32)
+    };
     let (ids, pieces, reason) = run(b"hello", None, params);
     assert_eq!((ids.len(), pieces.concat().as_str()), (3, "he"));
     assert_eq!(reason, FinishReason::StopToken(stop));
@@ -121,19 +176,37 @@ fn a_stop_token_ends_even_if_end_of_sequence_is_ignored_and_is_not_shown() {
 
 #[test]
 fn end_of_sequence_goes_before_a_stop_token_and_both_before_length() {
-    let params = SamplingParams { stop_token_ids: vec![BYTE_EOS], ..SamplingParams::greedy(4) };
+    let params = SamplingParams {
+        stop_token_ids: vec![BYTE_EOS],
+        ..SamplingParams::greedy(4)
+    };
     assert_eq!(run(b"hello", Some(3), params).2, FinishReason::Eos);
-    let params =
-        SamplingParams { stop_token_ids: vec![TokenId::from(b'l')], ..SamplingParams::greedy(3) };
-    assert_eq!(run(b"hello", None, params).2, FinishReason::StopToken(TokenId::from(b'l')));
+    let params = SamplingParams {
+        stop_token_ids: vec![TokenId::from(b'l')],
+        ..SamplingParams::greedy(3)
+    };
+    assert_eq!(
+        run(b"hello", None, params).2,
+        FinishReason::StopToken(TokenId::from(b'l'))
+    );
 }
 
 #[test]
 fn nothing_ends_before_min_tokens() {
-    let params = SamplingParams { min_tokens: 4, ..SamplingParams::greedy(32) };
+    let params = SamplingParams {
+        min_tokens: 4,
+        ..SamplingParams::greedy(32)
+    };
     let (ids, _, reason) = run(b"hi", Some(1), params);
-    assert!(ids.len() > 4 && !ids[..4].contains(&BYTE_EOS), "{ids:?} {reason:?}");
-    let params = SamplingParams { min_tokens: 6, max_tokens: 9, ..stops(&["b"]) };
+    assert!(
+        ids.len() > 4 && !ids[..4].contains(&BYTE_EOS),
+        "{ids:?} {reason:?}"
+    );
+    let params = SamplingParams {
+        min_tokens: 6,
+        max_tokens: 9,
+        ..stops(&["b"])
+    };
     let (ids, pieces, reason) = run(b"abababab", None, params);
     assert_eq!((ids.len(), pieces.concat().as_str()), (6, "ababa"));
     assert_eq!(reason, FinishReason::StopText("b".to_owned()));
@@ -145,15 +218,25 @@ fn text_never_ends_inside_a_character() {
     let params = SamplingParams::greedy(text.len() as u32);
     let (_, pieces, _) = run(text.as_bytes(), None, params);
     assert_eq!(pieces.concat(), text);
-    assert!(pieces.iter().all(|piece| !piece.contains('\u{FFFD}')), "{pieces:?}");
+    assert!(
+        pieces.iter().all(|piece| !piece.contains('\u{FFFD}')),
+        "{pieces:?}"
+    );
     let (_, pieces, _) = run("a✓".as_bytes(), None, SamplingParams::greedy(3));
-    assert_eq!(pieces.concat(), "a\u{FFFD}", "an unfinished character is shown as such at the end");
+    assert_eq!(
+        pieces.concat(),
+        "a\u{FFFD}",
+        "an unfinished character is shown as such at the end"
+    );
 }
 
 #[test]
 fn only_allowed_tokens_are_drawn() {
     let allowed: Vec<TokenId> = vec![3, 77, 200];
-    let params = SamplingParams { allowed_token_ids: Some(allowed.clone()), ..sampled(3, 50) };
+    let params = SamplingParams {
+        allowed_token_ids: Some(allowed.clone()),
+        ..sampled(3, 50)
+    };
     let ids = alone(&request(1, prompt(4, 6), params)).ids();
     assert!(ids.iter().all(|id| allowed.contains(id)), "{ids:?}");
     assert!(allowed.iter().all(|id| ids.contains(id)), "{ids:?}");
@@ -162,9 +245,15 @@ fn only_allowed_tokens_are_drawn() {
 #[test]
 fn logprobs_come_only_if_asked_for_with_as_many_alternatives_as_asked_for() {
     let count = |logprobs| {
-        let params = SamplingParams { logprobs, ..sampled(3, 4) };
+        let params = SamplingParams {
+            logprobs,
+            ..sampled(3, 4)
+        };
         let got = alone(&request(1, prompt(4, 6), params));
-        got.tokens.iter().map(|t| t.logprobs.as_ref().map(|(_, top)| top.len())).collect::<Vec<_>>()
+        got.tokens
+            .iter()
+            .map(|t| t.logprobs.as_ref().map(|(_, top)| top.len()))
+            .collect::<Vec<_>>()
     };
     assert_eq!(count(None), [None; 4]);
     assert_eq!(count(Some(0)), [Some(0); 4]);
@@ -190,7 +279,10 @@ impl Executor for Spoiled {
     fn execute(&mut self, batch: &[SeqWork<'_>], logits: &mut Vec<f32>) -> Result<(), ExecError> {
         self.0.execute(batch, logits)?;
         let rows = logits.chunks_exact_mut(BYTE_VOCAB);
-        for (row, _) in rows.zip(batch).filter(|(_, work)| work.tokens[0] == TokenId::from(b'!')) {
+        for (row, _) in rows
+            .zip(batch)
+            .filter(|(_, work)| work.tokens[0] == TokenId::from(b'!'))
+        {
             row[5] = f32::NAN;
         }
         Ok(())
@@ -200,13 +292,19 @@ impl Executor for Spoiled {
 #[test]
 fn logits_that_are_no_numbers_end_that_request_with_an_error_and_no_other() {
     let executor = Spoiled(ScriptedExecutor::new(ScriptedShape::default()).unwrap());
-    let engine = twinfer_engine::Engine::new(roomy(), Box::new(executor), tokenizer(), 256).unwrap();
+    let engine =
+        twinfer_engine::Engine::new(roomy(), Box::new(executor), tokenizer(), 256).unwrap();
     let mut bench = Bench::new(engine);
     let good = request(1, prompt(1, 3), sampled(1, 6));
     bench.engine.submit(good.clone()).unwrap();
-    bench.engine.submit(request(2, [TokenId::from(b'!')].into(), sampled(1, 6))).unwrap();
+    bench
+        .engine
+        .submit(request(2, [TokenId::from(b'!')].into(), sampled(1, 6)))
+        .unwrap();
     bench.run();
-    let FinishReason::Error(error) = bench.got[&2].finish.clone().unwrap().reason else { panic!() };
+    let FinishReason::Error(error) = bench.got[&2].finish.clone().unwrap().reason else {
+        panic!()
+    };
     assert_eq!(error.kind, ErrorKind::Internal);
     assert!(bench.got[&2].tokens.is_empty());
     bench.got[&1].assert_same_output(&alone(&good), "beside a spoiled one");

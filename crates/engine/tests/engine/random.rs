@@ -9,7 +9,12 @@ use twinfer_protocol::{ApiError, ErrorKind};
 
 #[derive(Clone, Debug)]
 enum Op {
-    Submit { prompt_len: usize, max_tokens: u32, remote: bool, hold: bool },
+    Submit {
+        prompt_len: usize,
+        max_tokens: u32,
+        remote: bool,
+        hold: bool,
+    },
     Steps(usize),
     Abort(usize),
     /// Answer the n-th open fetch.
@@ -66,25 +71,47 @@ impl World {
 
     fn apply(&mut self, op: Op) {
         match op {
-            Op::Submit { prompt_len, max_tokens, remote, hold } => {
+            Op::Submit {
+                prompt_len,
+                max_tokens,
+                remote,
+                hold,
+            } => {
                 let id = self.submitted.len() as u64;
-                let kv = if remote { KvSource::Remote } else { KvSource::Compute };
+                let kv = if remote {
+                    KvSource::Remote
+                } else {
+                    KvSource::Compute
+                };
                 let asked = request(id, prompt(id, prompt_len), sampled(id, max_tokens));
-                let asked = Request { kv, hold_kv: hold, ..asked };
+                let asked = Request {
+                    kv,
+                    hold_kv: hold,
+                    ..asked
+                };
                 let fits = prompt_len + max_tokens as usize <= self.bench.engine.max_len() as usize;
                 match self.bench.engine.submit(asked.clone()) {
                     Ok(()) => {
                         assert!(fits);
                         self.submitted.insert(id, asked);
                     }
-                    Err(error) => assert_eq!(error.kind == ErrorKind::ContextLengthExceeded, !fits, "{error}"),
+                    Err(error) => assert_eq!(
+                        error.kind == ErrorKind::ContextLengthExceeded,
+                        !fits,
+                        "{error}"
+                    ),
                 }
             }
             Op::Steps(n) => (0..n).for_each(|_| self.step()),
             Op::Abort(which) => {
                 if let Some(&id) = nth(self.submitted.keys(), which) {
                     self.bench.engine.abort(RequestId(id));
-                    if self.bench.got.get(&id).is_none_or(|got| got.finish.is_none()) {
+                    if self
+                        .bench
+                        .got
+                        .get(&id)
+                        .is_none_or(|got| got.finish.is_none())
+                    {
                         self.aborted.insert(id);
                     }
                 }
@@ -111,8 +138,15 @@ impl World {
         let before = self.bench.engine.stats().steps;
         let events = self.bench.step();
         let did = events > 0 || self.bench.engine.stats().steps > before;
-        assert_eq!(promised, did, "has_work says {promised}, the step did something: {did}");
-        self.steps_without_event = if events > 0 { 0 } else { self.steps_without_event + 1 };
+        assert_eq!(
+            promised, did,
+            "has_work says {promised}, the step did something: {did}"
+        );
+        self.steps_without_event = if events > 0 {
+            0
+        } else {
+            self.steps_without_event + 1
+        };
         // The longest prompt takes 30 steps at a budget of 1, times those before it in the queue.
         assert!(!promised || self.steps_without_event < 2_000, "no progress");
     }
@@ -124,12 +158,16 @@ impl World {
             Answer::Loaded => self.bench.load(id, &self.submitted[&id].prompt),
             Answer::Recompute => {
                 self.bench.fetches.remove(&id);
-                self.bench.engine.kv_loaded(RequestId(id), KvOutcome::Recompute);
+                self.bench
+                    .engine
+                    .kv_loaded(RequestId(id), KvOutcome::Recompute);
             }
             Answer::Failed => {
                 self.bench.fetches.remove(&id);
                 let error = ApiError::new(ErrorKind::KvTransfer, "broken");
-                self.bench.engine.kv_loaded(RequestId(id), KvOutcome::Failed(error));
+                self.bench
+                    .engine
+                    .kv_loaded(RequestId(id), KvOutcome::Failed(error));
                 if !gone {
                     self.failed.insert(id);
                 }
@@ -139,12 +177,25 @@ impl World {
     }
 
     fn held(&self) -> Vec<u64> {
-        let holds = |got: &Got| got.finish.as_ref().is_some_and(|finish| finish.held.is_some());
-        self.bench.got.iter().filter(|(_, got)| holds(got)).map(|(&id, _)| id).collect()
+        let holds = |got: &Got| {
+            got.finish
+                .as_ref()
+                .is_some_and(|finish| finish.held.is_some())
+        };
+        self.bench
+            .got
+            .iter()
+            .filter(|(_, got)| holds(got))
+            .map(|(&id, _)| id)
+            .collect()
     }
 
     fn forget_held(&mut self, id: u64) {
-        let finish = self.bench.got.get_mut(&id).and_then(|got| got.finish.as_mut());
+        let finish = self
+            .bench
+            .got
+            .get_mut(&id)
+            .and_then(|got| got.finish.as_mut());
         finish.unwrap().held = None;
     }
 
@@ -169,7 +220,11 @@ impl World {
     fn assert_outcomes(&self) {
         self.bench.assert_idle();
         assert_eq!(self.cancels_answered, self.bench.cancels.len());
-        assert_eq!(self.bench.ended.len(), self.submitted.len(), "each request ends exactly once");
+        assert_eq!(
+            self.bench.ended.len(),
+            self.submitted.len(),
+            "each request ends exactly once"
+        );
         let mut prompt_tokens = 0;
         let mut output_tokens = 0;
         for (id, asked) in &self.submitted {
@@ -182,7 +237,11 @@ impl World {
             match &finish.reason {
                 FinishReason::Abort => {
                     assert!(self.aborted.contains(id));
-                    assert_eq!(got.tokens, alone.tokens[..got.tokens.len()], "what came before the abort");
+                    assert_eq!(
+                        got.tokens,
+                        alone.tokens[..got.tokens.len()],
+                        "what came before the abort"
+                    );
                 }
                 FinishReason::Error(_) => {
                     assert!(self.failed.contains(id));
@@ -196,7 +255,10 @@ impl World {
             }
         }
         let stats = self.bench.engine.stats();
-        assert_eq!(stats.prompt_tokens.computed + stats.prompt_tokens.remote, prompt_tokens);
+        assert_eq!(
+            stats.prompt_tokens.computed + stats.prompt_tokens.remote,
+            prompt_tokens
+        );
         assert_eq!(stats.output_tokens, output_tokens);
     }
 }

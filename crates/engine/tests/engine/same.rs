@@ -51,7 +51,10 @@ fn a_request_gives_the_same_alone_and_in_a_batch() {
 fn a_request_gives_the_same_however_its_prompt_is_cut() {
     let requests = mixed_requests(20);
     for budget in [1, 2, 3, 8, 64] {
-        let config = EngineConfig { max_num_batched_tokens: budget, ..roomy() };
+        let config = EngineConfig {
+            max_num_batched_tokens: budget,
+            ..roomy()
+        };
         let mut bench = bench(config, 1024);
         for request in &requests {
             bench.engine.submit(request.clone()).unwrap();
@@ -68,8 +71,9 @@ fn preempted_requests_end_with_the_tokens_and_logprobs_of_an_unconstrained_run()
     let max_tokens = 60;
     // 80 tokens are 20 blocks.
     let mut bench = bench(roomy(), 30);
-    let requests: Vec<_> =
-        (0..8).map(|i| request(i, prompt(i, prompt_len), sampled(i, max_tokens))).collect();
+    let requests: Vec<_> = (0..8)
+        .map(|i| request(i, prompt(i, prompt_len), sampled(i, max_tokens)))
+        .collect();
     for request in &requests {
         bench.engine.submit(request.clone()).unwrap();
     }
@@ -78,22 +82,44 @@ fn preempted_requests_end_with_the_tokens_and_logprobs_of_an_unconstrained_run()
     assert!(preemptions > 0, "the pool was meant to run dry");
     assert!(preemptions <= 8 * 10, "{preemptions} preemptions");
     assert_all_as_alone(&bench, &requests, "preempted");
-    assert_eq!(bench.ended[0], 0, "first come, first served: {:?}", bench.ended);
-    assert!(bench.ended.is_sorted(), "equal requests end in the order they came: {:?}", bench.ended);
+    assert_eq!(
+        bench.ended[0], 0,
+        "first come, first served: {:?}",
+        bench.ended
+    );
+    assert!(
+        bench.ended.is_sorted(),
+        "equal requests end in the order they came: {:?}",
+        bench.ended
+    );
     let stats = bench.engine.stats();
-    assert_eq!(stats.prompt_tokens.computed, 8 * 20, "prompt tokens are counted once");
-    assert_eq!(stats.output_tokens, 8 * 60, "output tokens are counted once");
+    assert_eq!(
+        stats.prompt_tokens.computed,
+        8 * 20,
+        "prompt tokens are counted once"
+    );
+    assert_eq!(
+        stats.output_tokens,
+        8 * 60,
+        "output tokens are counted once"
+    );
     bench.assert_idle();
 }
 
 /// C4.13: 64 prompts, budget 16.
 #[test]
 fn each_request_gets_exactly_its_max_tokens() {
-    let config = EngineConfig { max_num_batched_tokens: 16, ..roomy() };
+    let config = EngineConfig {
+        max_num_batched_tokens: 16,
+        ..roomy()
+    };
     let mut bench = bench(config, 1024);
     let requests: Vec<_> = (1..=64)
         .map(|i| {
-            let params = SamplingParams { ignore_eos: true, ..SamplingParams::greedy(i as u32) };
+            let params = SamplingParams {
+                ignore_eos: true,
+                ..SamplingParams::greedy(i as u32)
+            };
             request(i, prompt(i, 9), params)
         })
         .collect();
@@ -105,7 +131,10 @@ fn each_request_gets_exactly_its_max_tokens() {
         let got = &bench.got[&i];
         assert_eq!(got.tokens.len() as u64, i);
         let finish = got.finish.as_ref().unwrap();
-        assert_eq!((&finish.reason, u64::from(finish.output_tokens)), (&FinishReason::Length, i));
+        assert_eq!(
+            (&finish.reason, u64::from(finish.output_tokens)),
+            (&FinishReason::Length, i)
+        );
     }
     assert_all_as_alone(&bench, &requests, "64 at budget 16");
 }
@@ -113,14 +142,21 @@ fn each_request_gets_exactly_its_max_tokens() {
 #[test]
 fn seeds_decide_and_nothing_else_does() {
     let ids = |seed, choice| {
-        let params = SamplingParams { choice, ..sampled(seed, 24) };
+        let params = SamplingParams {
+            choice,
+            ..sampled(seed, 24)
+        };
         alone(&request(1, prompt(5, 10), params)).ids()
     };
     assert_eq!(ids(7, 0), ids(7, 0));
     assert_ne!(ids(7, 0), ids(8, 0));
     assert_ne!(ids(7, 0), ids(7, 1));
     let other_id = alone(&request(99, prompt(5, 10), sampled(7, 24))).ids();
-    assert_eq!(ids(7, 0), other_id, "the request's id is no part of the key");
+    assert_eq!(
+        ids(7, 0),
+        other_id,
+        "the request's id is no part of the key"
+    );
 }
 
 /// The first token that a prefill instance draws is the one that decode draws; what follows a prefix of
@@ -141,7 +177,11 @@ fn generate_returns_results_in_order_and_the_same_for_any_concurrency() {
     let requests = mixed_requests(12);
     let run = |concurrency| {
         let mut engine = engine_with(
-            EngineConfig { max_waiting: 2, max_num_seqs: 4, ..roomy() },
+            EngineConfig {
+                max_waiting: 2,
+                max_num_seqs: 4,
+                ..roomy()
+            },
             ScriptedExecutor::new(shape(256)).unwrap(),
         );
         let mut seen = 0;
@@ -151,7 +191,11 @@ fn generate_returns_results_in_order_and_the_same_for_any_concurrency() {
         results
     };
     let one = run(1);
-    assert!(one.iter().zip(&requests).all(|(result, request)| result.id == request.id));
+    assert!(
+        one.iter()
+            .zip(&requests)
+            .all(|(result, request)| result.id == request.id)
+    );
     for concurrency in [3, 100] {
         assert_eq!(run(concurrency), one);
     }
