@@ -2,6 +2,7 @@
 //! computes, what comes out.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use twinfer_protocol::{ApiError, BlockId, RankLoad, TokenId};
 use twinfer_sys::BlockArena;
 
@@ -246,6 +247,11 @@ pub trait Executor: Send {
     /// Runs one forward pass. `logits` is cleared, then holds one row of `vocab_size` values per
     /// work that wants logits, in order of the works. Writes KV of every computed position.
     fn execute(&mut self, batch: &[SeqWork<'_>], logits: &mut Vec<f32>) -> Result<(), ExecError>;
+    /// A number that changes with every layer that was computed, readable while [`Self::execute`]
+    /// runs: how a long step is told from a stalled one. None: only whole steps are seen.
+    fn progress(&self) -> Option<Arc<AtomicU64>> {
+        None
+    }
 }
 
 /// Limits of a rank.
