@@ -28,7 +28,7 @@ pub struct NotAHandle;
 
 /// Why a handle cannot be used any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Gone {
+pub(crate) enum Gone {
     /// Released, or read to the end.
     Released,
     /// The lease ended before anybody read it.
@@ -89,6 +89,18 @@ struct Lease<T> {
     ended: Option<Gone>,
 }
 
+impl Gone {
+    /// Word for messages.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Released => "released",
+            Self::Expired => "expired",
+            Self::Forgotten => "released or expired long ago",
+            Self::Unknown => "unknown",
+        }
+    }
+}
+
 impl fmt::Display for HandleId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "kv-{}-{:016x}", self.generation, self.nonce)
@@ -124,29 +136,29 @@ impl<T> LeaseTable<T> {
         }
     }
 
-    /// Starts a lease; `make` is told its identity.
-    pub(crate) fn register(
-        &mut self,
-        now: Duration,
-        nonce: u64,
-        make: impl FnOnce(HandleId) -> T,
-    ) -> HandleId {
+    /// The identity of the next registration, needed to seal what it will stand for.
+    pub(crate) fn reserve(&mut self, nonce: u64) -> HandleId {
         self.last_generation += 1;
-        let generation = self.last_generation;
-        let id = HandleId { generation, nonce };
+        HandleId {
+            generation: self.last_generation,
+            nonce,
+        }
+    }
+
+    /// Starts the lease of a reserved identity.
+    pub(crate) fn register(&mut self, now: Duration, id: HandleId, item: T) {
         let deadline = now.saturating_add(self.config.lease);
         self.leases.insert(
-            generation,
+            id.generation,
             Lease {
-                nonce,
-                item: make(id),
+                nonce: id.nonce,
+                item,
                 deadline,
                 readers: 0,
                 ended: None,
             },
         );
-        self.deadlines.insert((deadline, generation));
-        id
+        self.deadlines.insert((deadline, id.generation));
     }
 
     /// Pins a lease for a reader. Refused when it has ended, even if blocks are still there for

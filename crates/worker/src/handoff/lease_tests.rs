@@ -13,6 +13,12 @@ fn table(tombstones: usize) -> LeaseTable<u64> {
     })
 }
 
+fn register(table: &mut LeaseTable<u64>, now: Duration, nonce: u64, item: u64) -> HandleId {
+    let id = table.reserve(nonce);
+    table.register(now, id, item);
+    id
+}
+
 fn at(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
 }
@@ -47,7 +53,7 @@ fn a_handle_has_one_name_and_comes_back_from_it() {
 #[test]
 fn nothing_is_freed_under_a_reader() {
     let mut table = table(8);
-    let id = table.register(at(0), 1, |_| 100);
+    let id = register(&mut table, at(0), 1, 100);
     let (pin, _) = table.begin_read(at(1), id).unwrap();
     assert!(
         table.expire(at(1000)).is_empty(),
@@ -61,7 +67,7 @@ fn nothing_is_freed_under_a_reader() {
 #[test]
 fn a_release_during_a_read_waits_for_it() {
     let mut table = table(8);
-    let id = table.register(at(0), 1, |_| 100);
+    let id = register(&mut table, at(0), 1, 100);
     let (first, _) = table.begin_read(at(1), id).unwrap();
     let (second, _) = table.begin_read(at(1), id).unwrap();
     assert_eq!(table.release(at(2), id), Release::Deferred);
@@ -75,7 +81,7 @@ fn a_release_during_a_read_waits_for_it() {
 #[test]
 fn a_reader_that_broke_off_leaves_the_rest_of_the_lease_to_others() {
     let mut table = table(8);
-    let id = table.register(at(0), 1, |_| 100);
+    let id = register(&mut table, at(0), 1, 100);
     let (pin, _) = table.begin_read(at(1), id).unwrap();
     assert_eq!(table.end_read(at(2), pin, false), None);
     let (pin, item) = table.begin_read(at(3), id).unwrap();
@@ -86,7 +92,7 @@ fn a_reader_that_broke_off_leaves_the_rest_of_the_lease_to_others() {
 #[test]
 fn renewal_prolongs_and_cannot_revive() {
     let mut table = table(8);
-    let id = table.register(at(0), 1, |_| 100);
+    let id = register(&mut table, at(0), 1, 100);
     assert_eq!(table.renew(at(20), id), Ok(at(50)));
     assert!(table.expire(at(49)).is_empty());
     assert_eq!(
@@ -102,7 +108,7 @@ fn renewal_prolongs_and_cannot_revive() {
 #[test]
 fn an_overdue_lease_is_freed_by_the_release_that_comes_before_the_sweep() {
     let mut table = table(8);
-    let id = table.register(at(0), 1, |_| 100);
+    let id = register(&mut table, at(0), 1, 100);
     assert_eq!(table.release(at(31), id), Release::Freed(100));
     assert!(table.expire(at(31)).is_empty());
 }
@@ -110,7 +116,7 @@ fn an_overdue_lease_is_freed_by_the_release_that_comes_before_the_sweep() {
 #[test]
 fn foreign_handles_learn_nothing() {
     let mut table = table(8);
-    let id = table.register(at(0), 1, |_| 100);
+    let id = register(&mut table, at(0), 1, 100);
     let guessed = HandleId { nonce: 2, ..id };
     let future = HandleId {
         generation: 9,
@@ -135,7 +141,7 @@ fn foreign_handles_learn_nothing() {
 #[test]
 fn tombstones_are_bounded() {
     let mut table = table(3);
-    let ids: Vec<_> = (0..10).map(|n| table.register(at(0), n, |_| n)).collect();
+    let ids: Vec<_> = (0..10).map(|n| register(&mut table, at(0), n, n)).collect();
     for &id in &ids {
         assert!(matches!(table.release(at(1), id), Release::Freed(_)));
     }
@@ -193,7 +199,7 @@ proptest! {
             match op {
                 Op::Register => {
                     let index = seen.len() as u64;
-                    let id = table.register(now, index * 31, |_| index);
+                    let id = register(&mut table, now, index * 31, index);
                     seen.push(Seen { id, readers: 0, end: now + LEASE, last_reader: Duration::ZERO, freed: false });
                 }
                 Op::Begin(n) if !seen.is_empty() => {

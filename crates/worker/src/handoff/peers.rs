@@ -16,7 +16,7 @@ pub struct Peer {
 
 /// What `--pd-peers` says.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PeerList {
+pub(crate) struct PeerList {
     /// None: any port of loopback.
     listed: Option<Vec<Peer>>,
     keyed: bool,
@@ -92,7 +92,7 @@ impl fmt::Display for Peer {
 impl PeerList {
     /// `entries` empty: any peer on loopback, none elsewhere. Without a peer key entries elsewhere are
     /// kept, but refused when they are used.
-    pub fn new(entries: &[String], keyed: bool) -> Result<Self, PeerListError> {
+    pub(crate) fn new(entries: &[String], keyed: bool) -> Result<Self, PeerListError> {
         let peers: Vec<Peer> = entries
             .iter()
             .map(|entry| Peer::parse(entry.trim()))
@@ -106,7 +106,7 @@ impl PeerList {
     /// The peer, if it may be dialled.
     ///
     /// Errors: [`ErrorKind::KvParamsForbidden`].
-    pub fn allow(&self, host: &str, port: u16) -> Result<Peer, ApiError> {
+    pub(crate) fn allow(&self, host: &str, port: u16) -> Result<Peer, ApiError> {
         let peer = Peer {
             host: canonical(host),
             port,

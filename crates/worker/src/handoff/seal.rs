@@ -15,6 +15,8 @@ use xxhash_rust::xxh3::{Xxh3Default, xxh3_64};
 
 /// Hash over the ids of the tokens whose KV is handed over.
 pub(crate) type TokenHash = [u8; 32];
+/// Checksum of a unit, xxh3-64, little-endian.
+pub(crate) type Checksum = [u8; 8];
 
 /// Hash over everything that a handle stands for. In `kv_transfer_params` as `remote_kv_seal`,
 /// 32 hexadecimal digits.
@@ -36,7 +38,7 @@ pub(crate) struct Sealed<'a> {
     /// Blocks at the owner, in order of position.
     pub(crate) blocks: &'a [BlockId],
     /// One per unit, all blocks of layer 0 first.
-    pub(crate) checksums: &'a [u64],
+    pub(crate) checksums: &'a [Checksum],
 }
 
 /// Shape of `tokens` tokens' KV in units.
@@ -63,8 +65,8 @@ pub(crate) fn token_hash(prompt: &[TokenId]) -> TokenHash {
 }
 
 /// xxh3-64 over the valid rows of a unit.
-pub(crate) fn unit_checksum(rows: &[u8]) -> u64 {
-    xxh3_64(rows)
+pub(crate) fn unit_checksum(rows: &[u8]) -> Checksum {
+    xxh3_64(rows).to_le_bytes()
 }
 
 impl Sealed<'_> {
@@ -91,9 +93,7 @@ impl Sealed<'_> {
         for block in self.blocks {
             hash.update(&block.to_le_bytes());
         }
-        for checksum in self.checksums {
-            hash.update(&checksum.to_le_bytes());
-        }
+        hash.update(self.checksums.as_flattened());
         Seal(hash.digest128())
     }
 }
@@ -122,6 +122,11 @@ impl Units {
     /// Blocks that are sealed.
     pub(crate) fn blocks(&self) -> usize {
         self.tokens.div_ceil(self.geometry.block_size)
+    }
+
+    /// Layers that have KV.
+    pub(crate) fn layers(&self) -> usize {
+        self.geometry.layers
     }
 
     /// Units that are sealed.
@@ -263,7 +268,7 @@ mod tests {
         /// Whatever is changed under a seal, the seal changes.
         #[test]
         fn a_seal_covers_every_field(
-            checksums in proptest::collection::vec(any::<u64>(), 2..12),
+            checksums in proptest::collection::vec(any::<[u8; 8]>(), 2..12),
             blocks in proptest::collection::vec(any::<u32>(), 2..6),
             field in 0_usize..10, place in any::<proptest::sample::Index>(), bit in 0_u32..32,
         ) {
@@ -285,7 +290,7 @@ mod tests {
                 6 => changed.tokens ^= 1 << bit,
                 7 => hash2[place.index(32)] ^= 1 << (bit % 8),
                 8 => blocks2[place.index(blocks.len())] ^= 1 << bit,
-                _ => checksums2[place.index(checksums.len())] ^= 1 << bit,
+                _ => checksums2[place.index(checksums.len())][bit as usize % 8] ^= 1 << (bit / 8),
             }
             let changed = Sealed { token_hash: &hash2, blocks: &blocks2, checksums: &checksums2, ..changed };
             prop_assert_ne!(sealed.seal(), changed.seal());

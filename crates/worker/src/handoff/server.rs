@@ -1,0 +1,466 @@
+//! The exporter's connections: who is let in, and what is answered.
+
+use crate::handoff::channel::{Channel, ChannelError, HANDSHAKE_TIME, Pace, SLICES};
+use crate::handoff::exporter::{Held, Reading, Shared};
+use crate::handoff::stats::Counter;
+use crate::handoff::wire::{
+    RENEW_CAP, Refusal, ReleaseOutcome, Reply, Request, WireHandle, difference,
+};
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::io::IoSlice;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Instant, sleep, sleep_until, timeout_at};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use twinfer_protocol::ErrorKind;
+use twinfer_sys::BlockRead;
+
+/// Connections whose handshake is not over; the oldest makes place for a newer one.
+const UNPROVED_CAP: usize = 64;
+/// Connections of peers that have proved themselves.
+const PROVED_CAP: usize = 256;
+/// An idle connection is closed after this time; longer than importers keep theirs.
+const IDLE_TIME: Duration = Duration::from_secs(330);
+/// Wait after the system refused to accept a connection, such as for want of descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// Time to tell a peer why it is not served.
+const FAREWELL_TIME: Duration = Duration::from_millis(500);
+
+/// Serves an exporter's peers and ends its leases. Run it once, on the runtime that also registers.
+pub struct ExporterServer {
+    shared: Arc<Shared>,
+    listener: TcpListener,
+}
+
+/// Connections that have not proved themselves, oldest first.
+#[derive(Debug, Default)]
+struct Unproved(Mutex<BTreeMap<u64, CancellationToken>>);
+
+/// What a connection needs.
+struct Connection {
+    shared: Arc<Shared>,
+    unproved: Arc<Unproved>,
+    places: Arc<Semaphore>,
+    number: u64,
+    address: SocketAddr,
+}
+
+/// How a connection goes on after a request.
+enum Next {
+    Serve,
+    Close,
+}
+
+/// Why a request was not served, and whether anything is left to say.
+enum Failure {
+    Refuse(Refusal, String),
+    Channel(ChannelError),
+}
+
+/// Counts an open connection for as long as it lives.
+struct Open<'a>(&'a Counter);
+
+impl ExporterServer {
+    pub(crate) fn new(shared: Arc<Shared>, listener: TcpListener) -> Self {
+        Self { shared, listener }
+    }
+
+    /// Accepts and serves until `shutdown`; then closes all connections and returns. Readers lose their
+    /// connection.
+    pub async fn run(self, shutdown: CancellationToken) {
+        let stop = shutdown.child_token();
+        let tasks = TaskTracker::new();
+        let unproved = Arc::new(Unproved::default());
+        let places = Arc::new(Semaphore::new(PROVED_CAP));
+        let mut number = 0;
+        loop {
+            // Past leases end first, so that a flood of connections cannot keep blocks.
+            let next_end = self.shared.expire();
+            let next_end = async {
+                match next_end {
+                    Some(then) => sleep_until(self.shared.instant(then)).await,
+                    None => std::future::pending().await,
+                }
+            };
+            let accepted = tokio::select! {
+                biased;
+                () = stop.cancelled() => break,
+                () = next_end => continue,
+                () = self.shared.leased.notified() => continue,
+                accepted = self.listener.accept() => accepted,
+            };
+            match accepted {
+                Ok((stream, address)) => {
+                    number += 1;
+                    let token = unproved.admit(number, &stop, &self.shared);
+                    let connection = Connection {
+                        shared: Arc::clone(&self.shared),
+                        unproved: Arc::clone(&unproved),
+                        places: Arc::clone(&places),
+                        number,
+                        address,
+                    };
+                    tasks.spawn(async move {
+                        token.run_until_cancelled(connection.serve(stream)).await
+                    });
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "KV channel cannot accept connections");
+                    sleep(ACCEPT_PAUSE).await;
+                }
+            }
+        }
+        drop(self.listener);
+        tasks.close();
+        tasks.wait().await;
+    }
+}
+
+impl Unproved {
+    /// Enters a connection, at the cost of the oldest if there are too many.
+    fn admit(&self, number: u64, stop: &CancellationToken, shared: &Shared) -> CancellationToken {
+        let token = stop.child_token();
+        let mut waiting = self.0.lock();
+        waiting.insert(number, token.clone());
+        if waiting.len() > UNPROVED_CAP
+            && let Some((_, oldest)) = waiting.pop_first()
+        {
+            oldest.cancel();
+            shared.counters.rejections.evicted.add(1);
+        }
+        token
+    }
+
+    /// The connection is over, or has proved itself: it makes place for nobody.
+    fn leave(&self, number: u64) {
+        self.0.lock().remove(&number);
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.unproved.leave(self.number);
+    }
+}
+
+impl Connection {
+    async fn serve(self, stream: TcpStream) {
+        let counters = &self.shared.counters;
+        let _open = Open::new(&counters.connections);
+        let key = self.shared.config.key.as_ref();
+        if key.is_none() && !self.address.ip().to_canonical().is_loopback() {
+            counters.rejections.key.add(1);
+            return;
+        }
+        let deadline = Instant::now() + HANDSHAKE_TIME;
+        let opened = async {
+            let mut channel = Channel::export(stream, key, deadline).await?;
+            let request = channel.receive::<Request>(deadline).await?;
+            Ok::<_, ChannelError>((channel, request))
+        };
+        let opened = timeout_at(deadline, opened)
+            .await
+            .unwrap_or(Err(ChannelError::Timeout("handshake")));
+        let (mut channel, request) = match opened {
+            Ok(opened) => opened,
+            Err(error) => {
+                counters.rejections.count(&error);
+                tracing::debug!(peer = %self.address, %error, "KV connection refused");
+                return;
+            }
+        };
+        self.unproved.leave(self.number);
+        match self.open(&mut channel, request).await {
+            Ok(Some(_place)) => self.serve_requests(&mut channel).await,
+            Ok(None) => {}
+            Err(error) => tracing::debug!(peer = %self.address, %error, "KV connection ended"),
+        }
+    }
+
+    /// Answers the first frame; none if the peer is not served.
+    async fn open(
+        &self,
+        channel: &mut Channel,
+        request: Request,
+    ) -> Result<Option<OwnedSemaphorePermit>, ChannelError> {
+        let rejections = &self.shared.counters.rejections;
+        let Request::Open { fingerprint } = request else {
+            rejections.protocol.add(1);
+            self.refuse(channel, Refusal::Protocol, "the first message must be Open")
+                .await;
+            return Ok(None);
+        };
+        let Ok(place) = Arc::clone(&self.places).try_acquire_owned() else {
+            rejections.busy.add(1);
+            self.refuse(channel, Refusal::Busy, "all connections are taken")
+                .await;
+            return Ok(None);
+        };
+        let config = &self.shared.config;
+        let welcome = Reply::Welcome {
+            epoch: config.epoch.0,
+            fingerprint: config.fingerprint.clone(),
+        };
+        channel
+            .send(&welcome, Instant::now() + HANDSHAKE_TIME)
+            .await?;
+        if let Some(parts) = difference(&config.fingerprint, &fingerprint) {
+            rejections.mismatch.add(1);
+            tracing::warn!(peer = %self.address, parts, "decode instance has another fingerprint");
+            return Ok(None);
+        }
+        Ok(Some(place))
+    }
+
+    async fn serve_requests(&self, channel: &mut Channel) {
+        loop {
+            let request = match channel.receive::<Request>(Instant::now() + IDLE_TIME).await {
+                Ok(request) => request,
+                Err(error) => {
+                    if matches!(error, ChannelError::Frame(_)) {
+                        self.shared.counters.rejections.protocol.add(1);
+                    }
+                    tracing::debug!(peer = %self.address, %error, "KV connection ended");
+                    return;
+                }
+            };
+            match self.answer(channel, request).await {
+                Ok(Next::Serve) => {}
+                Ok(Next::Close) => return,
+                Err(error) => {
+                    tracing::debug!(peer = %self.address, %error, "KV connection ended");
+                    return;
+                }
+            }
+        }
+    }
+
+    async fn answer(&self, channel: &mut Channel, request: Request) -> Result<Next, ChannelError> {
+        let deadline = Instant::now() + self.shared.config.timeout;
+        match request {
+            Request::Pull { handle, .. } => {
+                let Err(failure) = self.send_kv(channel, &request).await else {
+                    return Ok(Next::Serve);
+                };
+                let failures = &self.shared.counters.failures;
+                match failure {
+                    Failure::Refuse(refusal, message) => {
+                        failures.count(refusal.error(&message).kind);
+                        tracing::info!(peer = %self.address, handle = %handle.id(), message, "KV refused");
+                        self.refuse(channel, refusal, &message).await;
+                        Ok(if refusal == Refusal::Gone {
+                            Next::Serve
+                        } else {
+                            Next::Close
+                        })
+                    }
+                    Failure::Channel(error) => {
+                        failures.count(ErrorKind::KvTransfer);
+                        tracing::info!(peer = %self.address, handle = %handle.id(), %error, "KV transfer broke off");
+                        Err(error)
+                    }
+                }
+            }
+            Request::Release { handle } => {
+                let outcome = match self.is_ours(handle) {
+                    true => self.shared.release(handle.id()),
+                    false => ReleaseOutcome::Unknown,
+                };
+                channel.send(&Reply::Released { outcome }, deadline).await?;
+                Ok(Next::Serve)
+            }
+            Request::Renew { handles } if handles.len() <= RENEW_CAP => {
+                let alive = self.renew(&handles);
+                channel.send(&Reply::Renewed { alive }, deadline).await?;
+                Ok(Next::Serve)
+            }
+            Request::Open { .. } | Request::Done { .. } | Request::Renew { .. } => {
+                self.shared.counters.rejections.protocol.add(1);
+                self.refuse(channel, Refusal::Protocol, "message out of order")
+                    .await;
+                Ok(Next::Close)
+            }
+        }
+    }
+
+    /// Sends what a pull asks for and waits for its acknowledgement.
+    async fn send_kv(&self, channel: &mut Channel, pull: &Request) -> Result<(), Failure> {
+        let (reading, blocks) = self.admit(pull)?;
+        let held = reading.held();
+        let timeout = self.shared.config.timeout;
+        let payload = held.units.payload(blocks);
+        let pace = Pace::new(timeout, payload);
+        let arena = Arc::clone(&self.shared.config.arena);
+        // Held while sending: memory that is being read cannot be written, whatever becomes of the lease.
+        let guards = held.kv.blocks[..blocks]
+            .iter()
+            .map(|&id| arena.read(id))
+            .collect::<Result<Vec<_>, _>>();
+        let guards = guards.map_err(|error| {
+            tracing::error!(%error, "held KV cannot be read");
+            Failure::Refuse(Refusal::Internal, "held KV cannot be read".to_owned())
+        })?;
+        let Request::Pull { handle, .. } = *pull else {
+            return Err(Failure::Refuse(
+                Refusal::Protocol,
+                "message out of order".to_owned(),
+            ));
+        };
+        let header = Reply::Header {
+            handle,
+            token_hash: held.token_hash,
+            tokens: held.kv.tokens,
+            seal: held.seal.0,
+            units: held.checksums.len() as u64,
+            payload,
+        };
+        channel.send(&header, Instant::now() + timeout).await?;
+        channel
+            .write_units(&mut [IoSlice::new(held.checksums.as_flattened())], &pace)
+            .await?;
+        self.send_units(channel, held, &guards, &pace).await?;
+        self.shared.counters.bytes.add(payload);
+        match channel.receive::<Request>(Instant::now() + timeout).await? {
+            Request::Done {
+                handle: done,
+                release,
+            } if done == handle => {
+                drop(guards);
+                reading.finish(release);
+                self.shared.counters.pulls.add(1);
+                Ok(())
+            }
+            _ => Err(Failure::Refuse(
+                Refusal::Protocol,
+                "Done must follow a transfer".to_owned(),
+            )),
+        }
+    }
+
+    async fn send_units(
+        &self,
+        channel: &mut Channel,
+        held: &Held,
+        guards: &[BlockRead<'_>],
+        pace: &Pace,
+    ) -> Result<(), Failure> {
+        let mut batch: Vec<IoSlice<'_>> = Vec::with_capacity(SLICES);
+        for layer in 0..held.units.layers() {
+            for (block, guard) in guards.iter().enumerate() {
+                let rows = guard
+                    .unit(layer)
+                    .and_then(|unit| unit.get(..held.units.bytes(block)));
+                let rows = rows.ok_or_else(|| {
+                    Failure::Refuse(Refusal::Internal, format!("held KV has no layer {layer}"))
+                })?;
+                batch.push(IoSlice::new(rows));
+                if batch.len() == SLICES {
+                    channel.write_units(&mut batch, pace).await?;
+                    batch.clear();
+                }
+            }
+        }
+        Ok(channel.write_units(&mut batch, pace).await?)
+    }
+
+    /// Pins the KV a pull asks for, if it may have it, and tells how many blocks it wants.
+    fn admit(&self, pull: &Request) -> Result<(Reading, usize), Failure> {
+        let Request::Pull {
+            handle,
+            ref token_hash,
+            tokens,
+            blocks,
+            geometry,
+        } = *pull
+        else {
+            return Err(Failure::Refuse(
+                Refusal::Protocol,
+                "message out of order".to_owned(),
+            ));
+        };
+        let refuse = |refusal, message: String| Err(Failure::Refuse(refusal, message));
+        if geometry != self.shared.geometry {
+            let ours = self.shared.geometry;
+            return refuse(
+                Refusal::Mismatch,
+                format!("shape of KV is {ours:?} here, {geometry:?} there"),
+            );
+        }
+        if !self.is_ours(handle) {
+            let epoch = self.shared.config.epoch;
+            return refuse(
+                Refusal::Gone,
+                format!("handle is of another epoch than {epoch}"),
+            );
+        }
+        let reading = self.shared.read(handle.id()).map_err(|gone| {
+            let id = handle.id();
+            Failure::Refuse(Refusal::Gone, format!("handle {id} is {}", gone.name()))
+        })?;
+        let held = reading.held();
+        if tokens != held.kv.tokens || *token_hash != held.token_hash {
+            return refuse(
+                Refusal::Corrupt,
+                format!("handle {} is for other tokens", handle.id()),
+            );
+        }
+        let wanted = blocks as usize;
+        if wanted == 0 || wanted > held.kv.blocks.len() {
+            let has = held.kv.blocks.len();
+            return refuse(
+                Refusal::Protocol,
+                format!("{wanted} blocks are asked for; handle has 1 to {has}"),
+            );
+        }
+        Ok((reading, wanted))
+    }
+
+    fn renew(&self, handles: &[WireHandle]) -> Vec<bool> {
+        let now = self.shared.now();
+        let mut leases = self.shared.leases.lock();
+        handles
+            .iter()
+            .map(|&handle| self.is_ours(handle) && leases.renew(now, handle.id()).is_ok())
+            .collect()
+    }
+
+    fn is_ours(&self, handle: WireHandle) -> bool {
+        handle.epoch == self.shared.config.epoch.0
+    }
+
+    /// Says why, as far as the peer listens.
+    async fn refuse(&self, channel: &mut Channel, reason: Refusal, message: &str) {
+        let reply = Reply::Refused {
+            reason,
+            message: message.to_owned(),
+        };
+        let deadline = Instant::now() + FAREWELL_TIME.min(self.shared.config.timeout);
+        if let Err(error) = channel.send(&reply, deadline).await {
+            tracing::debug!(peer = %self.address, %error, "peer did not listen to a refusal");
+        }
+    }
+}
+
+impl<'a> Open<'a> {
+    fn new(counter: &'a Counter) -> Self {
+        counter.add(1);
+        Self(counter)
+    }
+}
+
+impl Drop for Open<'_> {
+    fn drop(&mut self) {
+        self.0.sub(1);
+    }
+}
+
+impl From<ChannelError> for Failure {
+    fn from(error: ChannelError) -> Self {
+        Self::Channel(error)
+    }
+}
