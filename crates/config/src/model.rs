@@ -21,6 +21,11 @@ use std::fmt::Write as _;
 /// Architectures that the engine serves, by their name in `architectures`.
 pub const SERVED_ARCHITECTURES: &[&str] = &["DeepseekV3ForCausalLM"];
 
+/// Most routed experts of a layer.
+pub const MAX_EXPERTS: usize = 1024;
+/// Most groups that they are cut into.
+pub const MAX_GROUPS: usize = 64;
+
 /// Fields of config.json that say nothing about the forward pass.
 const NEUTRAL_FIELDS: &[&str] = &[
     "_name_or_path",
@@ -345,10 +350,10 @@ fn parse_mla(f: &Fields<'_>) -> Result<MlaConfig, ModelConfigError> {
 
 fn parse_moe(f: &Fields<'_>) -> Result<MoeConfig, ModelConfigError> {
     let moe = MoeConfig {
-        experts: f.size("n_routed_experts", 1 << 15)?,
+        experts: f.size("n_routed_experts", MAX_EXPERTS)?,
         top_k: f.size("num_experts_per_tok", 256)?,
-        groups: f.size("n_group", 1 << 12)?,
-        top_groups: f.size("topk_group", 1 << 12)?,
+        groups: f.size("n_group", MAX_GROUPS)?,
+        top_groups: f.size("topk_group", MAX_GROUPS)?,
         shared: f.count_or("n_shared_experts", 0, 256)?,
         intermediate: f.size("moe_intermediate_size", 1 << 18)?,
         dense_layers: f.count_or("first_k_dense_replace", 0, 1024)?,

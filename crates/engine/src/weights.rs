@@ -195,18 +195,22 @@ impl Checkpoint {
         self.places.get(tensor).map(|place| place.dtype)
     }
 
-    /// Reads a tensor, by its index in the specs, into `buffer`, which is resized to its bytes
-    /// (little-endian, row-major).
+    /// Bytes of a tensor, by its index in the specs.
+    pub fn tensor_bytes(&self, tensor: usize) -> usize {
+        self.places.get(tensor).map_or(0, |place| place.len)
+    }
+
+    /// Reads a tensor, by its index in the specs, into `buffer` of just its size: little-endian,
+    /// row-major.
     ///
     /// # Errors
     /// The file cannot be read, or has become shorter.
-    pub fn read(&self, tensor: usize, buffer: &mut Vec<u8>) -> Result<WeightDtype, WeightsError> {
-        let place = self.places.get(tensor).copied().unwrap_or(Place::NOWHERE);
-        match self.shards.get(place.shard) {
-            Some(shard) => shard.read(&place, buffer)?,
-            None => buffer.clear(),
-        }
-        Ok(place.dtype)
+    pub fn read(&self, tensor: usize, buffer: &mut [u8]) -> Result<(), WeightsError> {
+        let Some((place, shard)) = self.places.get(tensor).and_then(|place| Some((place, self.shards.get(place.shard)?)))
+        else {
+            return Ok(());
+        };
+        shard.read(place.offset, buffer)
     }
 
     /// To be called after the last read: a file written to in the meantime may have given old bytes

@@ -53,15 +53,6 @@ impl WeightDtype {
     }
 }
 
-impl Place {
-    pub(super) const NOWHERE: Self = Self {
-        shard: usize::MAX,
-        dtype: WeightDtype::F32,
-        offset: 0,
-        len: 0,
-    };
-}
-
 impl Shard {
     pub(super) fn open(path: &Path) -> Result<Self, WeightsError> {
         let io = |source| WeightsError::Io {
@@ -169,21 +160,14 @@ impl Shard {
         })
     }
 
-    pub(super) fn read(&self, place: &Place, buffer: &mut Vec<u8>) -> Result<(), WeightsError> {
-        buffer.resize(place.len, 0);
-        match self.file.read_exact_at(buffer, place.offset) {
+    pub(super) fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), WeightsError> {
+        match self.file.read_exact_at(buffer, offset) {
             Ok(()) => Ok(()),
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 self.check_unchanged()?;
-                Err(WeightsError::Io {
-                    path: self.path.clone(),
-                    source: error,
-                })
+                Err(WeightsError::Io { path: self.path.clone(), source: error })
             }
-            Err(source) => Err(WeightsError::Io {
-                path: self.path.clone(),
-                source,
-            }),
+            Err(source) => Err(WeightsError::Io { path: self.path.clone(), source }),
         }
     }
 

@@ -1,0 +1,43 @@
+/// A named place in the forward pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Tap {
+    /// Residual stream before a layer; layer `layers` is the output of the last. `[rows, hidden]`.
+    Hidden,
+    /// Query without position, after its norm and projection. `[rows, heads * nope]`.
+    QueryNope,
+    /// Query with position, after rotation. `[rows, heads * rope]`.
+    QueryRope,
+    /// Latent after its norm, before it is rounded to the KV type. `[rows, kv_lora_rank]`.
+    Latent,
+    /// Shared key after rotation, before it is rounded to the KV type. `[rows, rope]`.
+    KeyRope,
+    /// What attention adds to the residual stream. `[rows, hidden]`.
+    AttentionOut,
+    /// Chosen experts in slot order, as numbers. `[rows, top_k]`.
+    RouterExperts,
+    /// Their weights. `[rows, top_k]`.
+    RouterWeights,
+    /// What the network, dense or of experts, adds to the residual stream. `[rows, hidden]`.
+    MlpOut,
+    /// Input of the head. `[rows, hidden]`.
+    FinalNorm,
+    /// Logits. `[rows, vocab]`.
+    Logits,
+}
+
+/// The rows of a step: for each its place in the batch and its position in its sequence.
+#[derive(Clone, Copy, Debug)]
+pub struct ProbeRows<'a> {
+    /// Index of the row's work in the batch.
+    pub works: &'a [u32],
+    /// Position of the row in its sequence.
+    pub positions: &'a [u32],
+}
+
+/// Sees activations on their way, for parity tests and to find the first divergence of two runs.
+/// With a probe set, final norm and logits are computed for all rows; without one only for those
+/// that ask, with equal bits.
+pub trait Probe: Send {
+    /// `values` is row-major, one row per entry of `rows`. `layer` is 0 for taps outside of layers.
+    fn record(&mut self, tap: Tap, layer: usize, rows: ProbeRows<'_>, values: &[f32]);
+}
