@@ -5,7 +5,10 @@
 pub mod api;
 pub mod blocks;
 mod core;
+mod executor;
 mod generate;
+pub mod loader;
+pub mod model;
 pub mod output;
 pub mod sampler;
 pub mod scheduler;
@@ -14,7 +17,12 @@ pub mod weights;
 
 pub use api::*;
 pub use core::Engine;
+pub use executor::CpuExecutor;
 pub use generate::{GenerateError, Generated, generate};
+pub use loader::{
+    CheckedModel, KvMemory, LoadOptions, LoadedModel, ModelError, Progress, check, load,
+};
+pub use model::{Probe, ProbeRows, Tap};
 pub use sampler::{SamplingLimits, check_length, check_prompt};
 
 /// An executor and a tokenizer without a model, for tests of this and other crates.

@@ -15,6 +15,7 @@ mod scratch;
 
 pub(crate) use build::Builder;
 pub(crate) use kv::KvStep;
+pub(crate) use probe::Taps;
 pub use probe::{Probe, ProbeRows, Tap};
 pub(crate) use scratch::Scratch;
 

@@ -12,6 +12,7 @@
 mod files;
 mod shard;
 
+pub(crate) use files::inside;
 pub use shard::WeightDtype;
 
 use files::WeightFiles;
@@ -206,7 +207,10 @@ impl Checkpoint {
     /// # Errors
     /// The file cannot be read, or has become shorter.
     pub fn read(&self, tensor: usize, buffer: &mut [u8]) -> Result<(), WeightsError> {
-        let Some((place, shard)) = self.places.get(tensor).and_then(|place| Some((place, self.shards.get(place.shard)?)))
+        let Some((place, shard)) = self
+            .places
+            .get(tensor)
+            .and_then(|place| Some((place, self.shards.get(place.shard)?)))
         else {
             return Ok(());
         };

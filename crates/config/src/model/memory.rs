@@ -56,18 +56,16 @@ pub enum MemoryError {
         /// Bytes left after weights and workspace.
         left: u64,
     },
-    /// Not even a sequence of useful length fits.
+    /// Not even one block fits.
     #[error(
-        "kv-cache-memory gives {} ({bytes} bytes), but {least_tokens} tokens of KV need {} ({least} bytes)",
-        format_bytes(*bytes), format_bytes(*least)
+        "kv-cache-memory gives {} ({bytes} bytes), but one block takes {} ({block} bytes)",
+        format_bytes(*bytes), format_bytes(*block)
     )]
     TooLittle {
         /// Bytes that KV would get.
         bytes: u64,
-        /// Bytes of `least_tokens`.
-        least: u64,
-        /// Tokens that must fit.
-        least_tokens: usize,
+        /// Bytes of a block.
+        block: u64,
     },
     /// Not a size.
     #[error(
@@ -118,17 +116,14 @@ impl KvShape {
 
     /// Blocks of KV within a budget, when `available` bytes are free before loading.
     ///
-    /// `least_tokens` must fit: a pool smaller than one sequence serves nobody.
-    ///
     /// # Errors
-    /// The model does not fit, more is asked for than is left, or too little is left.
+    /// The model does not fit, more is asked for than is left, or there is no room for one block.
     pub fn plan(
         &self,
         budget: KvBudget,
         available: u64,
         weights: u64,
         workspace: u64,
-        least_tokens: usize,
     ) -> Result<u32, MemoryError> {
         let left = available
             .checked_sub(weights)
@@ -147,15 +142,30 @@ impl KvShape {
                 ((left as f64 * part.clamp(0.0, 1.0)) as u64).min(useful)
             }
         };
-        let least = self.bytes_for(least_tokens);
-        if bytes < least || bytes < self.block_bytes() {
+        if bytes < self.block_bytes() {
             return Err(MemoryError::TooLittle {
                 bytes,
-                least: least.max(self.block_bytes()),
-                least_tokens,
+                block: self.block_bytes(),
             });
         }
         Ok(u32::try_from(bytes / self.block_bytes()).unwrap_or(u32::MAX - 1))
+    }
+}
+
+impl ModelConfig {
+    /// Bytes of the buffers of a step of `tokens` tokens and `seqs` sequences with logits, f32.
+    pub fn workspace_bytes(&self, tokens: usize, seqs: usize) -> u64 {
+        let (mla, moe) = (&self.mla, &self.moe);
+        let attention = mla.heads
+            * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + 2 * mla.kv_lora_rank + mla.v_head_dim)
+            + 2 * mla.q_lora_rank.unwrap_or(0)
+            + self.kv_width()
+            + mla.qk_rope_head_dim;
+        let dense = 2 * self.intermediate_size.max(moe.shared * moe.intermediate);
+        let experts = moe.experts + moe.top_k * (2 * self.hidden_size + 2 * moe.intermediate + 3);
+        let per_token = (4 * self.hidden_size + attention + dense + experts) as u64;
+        let per_seq = (2 * self.hidden_size + self.vocab_size) as u64;
+        4 * (per_token.saturating_mul(tokens as u64) + per_seq.saturating_mul(seqs as u64))
     }
 }
 

@@ -26,11 +26,28 @@ enum Stored {
 }
 
 impl<'a> Builder<'a> {
-    pub(crate) fn new(specs: &'a TensorSpecs, checkpoint: &'a Checkpoint, progress: Option<Progress<'a>>) -> Self {
-        let index = specs.tensors.iter().enumerate().map(|(i, spec)| (spec.name.as_str(), i)).collect();
+    pub(crate) fn new(
+        specs: &'a TensorSpecs,
+        checkpoint: &'a Checkpoint,
+        progress: Option<Progress<'a>>,
+    ) -> Self {
+        let index = specs
+            .tensors
+            .iter()
+            .enumerate()
+            .map(|(i, spec)| (spec.name.as_str(), i))
+            .collect();
         let hashes = specs.tensors.iter().map(|_| Mutex::new(0)).collect();
         let (done, stop) = (AtomicU64::new(0), AtomicBool::new(false));
-        Self { specs, checkpoint, index, hashes, done, progress, stop }
+        Self {
+            specs,
+            checkpoint,
+            index,
+            hashes,
+            done,
+            progress,
+            stop,
+        }
     }
 
     /// A matrix `[out, in]`, type as stored.
@@ -80,7 +97,8 @@ impl<'a> Builder<'a> {
         make: impl Fn(usize) -> Result<T, ModelError> + Sync,
     ) -> Result<Vec<T>, ModelError> {
         let next = AtomicUsize::new(0);
-        let made: Vec<Mutex<Option<Result<T, ModelError>>>> = (0..count).map(|_| Mutex::new(None)).collect();
+        let made: Vec<Mutex<Option<Result<T, ModelError>>>> =
+            (0..count).map(|_| Mutex::new(None)).collect();
         let work = || {
             while !self.stop.load(Ordering::Relaxed) {
                 let part = next.fetch_add(1, Ordering::Relaxed);
@@ -106,7 +124,11 @@ impl<'a> Builder<'a> {
                 None => unmade = true,
             }
         }
-        if unmade { Err(ModelError::Stopped) } else { Ok(parts) }
+        if unmade {
+            Err(ModelError::Stopped)
+        } else {
+            Ok(parts)
+        }
     }
 
     /// Hash over names, types, shapes and bytes of all tensors, independent of how they are spread
@@ -114,16 +136,27 @@ impl<'a> Builder<'a> {
     pub(crate) fn weights_hash(&self) -> String {
         let mut hash = Xxh3::new();
         for (tensor, spec) in self.specs.tensors.iter().enumerate() {
-            let bytes = *self.hashes[tensor].lock().unwrap_or_else(PoisonError::into_inner);
-            hash.update(format!("{} {:?} {:?} {bytes:032x}\n", spec.name, self.checkpoint.dtype(tensor), spec.shape).as_bytes());
+            let bytes = *self.hashes[tensor]
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            hash.update(
+                format!(
+                    "{} {:?} {:?} {bytes:032x}\n",
+                    spec.name,
+                    self.checkpoint.dtype(tensor),
+                    spec.shape
+                )
+                .as_bytes(),
+            );
         }
         format!("{:032x}", hash.digest128())
     }
 
     fn stored(&self, name: &str) -> Result<(Stored, &'a [usize]), ModelError> {
         // Names come from the same config as the specs; a slip between the two is a bug, not bad input.
-        let tensor = *self.index.get(name).ok_or_else(|| {
-            WeightsError::Tensors { missing: vec![name.to_owned()], wrong: Vec::new() }
+        let tensor = *self.index.get(name).ok_or_else(|| WeightsError::Tensors {
+            missing: vec![name.to_owned()],
+            wrong: Vec::new(),
         })?;
         let shape = &self.specs.tensors[tensor].shape;
         let count: usize = shape.iter().product();
@@ -144,8 +177,11 @@ impl<'a> Builder<'a> {
 
     fn read(&self, tensor: usize, buffer: &mut [u8]) -> Result<(), ModelError> {
         self.checkpoint.read(tensor, buffer)?;
-        *self.hashes[tensor].lock().unwrap_or_else(PoisonError::into_inner) = xxh3_128(buffer);
-        let done = self.done.fetch_add(buffer.len() as u64, Ordering::Relaxed) + buffer.len() as u64;
+        *self.hashes[tensor]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = xxh3_128(buffer);
+        let done =
+            self.done.fetch_add(buffer.len() as u64, Ordering::Relaxed) + buffer.len() as u64;
         if let Some(progress) = self.progress {
             progress(done, self.checkpoint.bytes());
         }

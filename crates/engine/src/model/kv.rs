@@ -47,13 +47,26 @@ impl<'a> KvStep<'a> {
             })?;
             let (old, new) = blocks.split_at(work.start / block_size);
             seqs.push(SeqKv {
-                reads: old.iter().map(|block| arena.read(*block)).collect::<Result<_, _>>().map_err(refused)?,
-                writes: new.iter().map(|block| arena.write(*block)).collect::<Result<_, _>>().map_err(refused)?,
+                reads: old
+                    .iter()
+                    .map(|block| arena.read(*block))
+                    .collect::<Result<_, _>>()
+                    .map_err(refused)?,
+                writes: new
+                    .iter()
+                    .map(|block| arena.write(*block))
+                    .collect::<Result<_, _>>()
+                    .map_err(refused)?,
                 start: work.start,
                 tokens: work.tokens.len(),
             });
         }
-        Ok(Self { seqs, block_size, row_bytes: width * dtype.size(), dtype })
+        Ok(Self {
+            seqs,
+            block_size,
+            row_bytes: width * dtype.size(),
+            dtype,
+        })
     }
 
     /// Rounds the batch's rows `[rows, width]` to the KV type and stores them.
@@ -70,7 +83,8 @@ impl<'a> KvStep<'a> {
                     .and_then(|block| block.unit_mut(layer))
                     .and_then(|unit| unit.get_mut(offset..offset + self.row_bytes))
                     .ok_or_else(|| no_unit(layer))?;
-                store_f32(self.dtype, row, unit).map_err(|error| ExecError::OutOfRange(error.to_string()))?;
+                store_f32(self.dtype, row, unit)
+                    .map_err(|error| ExecError::OutOfRange(error.to_string()))?;
             }
         }
         Ok(())
@@ -78,7 +92,11 @@ impl<'a> KvStep<'a> {
 
     /// The units of a layer.
     pub(crate) fn units(&self, layer: usize) -> Result<LayerUnits<'_>, ExecError> {
-        let count = self.seqs.iter().map(|seq| seq.reads.len() + seq.writes.len()).sum();
+        let count = self
+            .seqs
+            .iter()
+            .map(|seq| seq.reads.len() + seq.writes.len())
+            .sum();
         let mut units = Vec::with_capacity(count);
         let mut ends = Vec::with_capacity(self.seqs.len());
         for seq in &self.seqs {

@@ -4,7 +4,9 @@ use super::rows::for_rows;
 use super::scratch::sized;
 use std::ops::Range;
 use twinfer_config::model::{MAX_EXPERTS, MAX_GROUPS, MoeConfig};
-use twinfer_kernels::{KernelError, Matrix, ThreadTeam, add_scaled, grouped_linear, linear, sigmoid_in_place, silu_mul};
+use twinfer_kernels::{
+    KernelError, Matrix, ThreadTeam, add_scaled, grouped_linear, linear, sigmoid_in_place, silu_mul,
+};
 
 /// One gated network: down(silu(gate(x)) * up(x)).
 #[derive(Debug)]
@@ -78,11 +80,18 @@ impl Experts {
         let rows = x.len() / self.router.cols();
         let scores = sized(&mut scratch.scores, rows * config.experts);
         linear(team, x, &self.router, scores)?;
-        for_rows(team, scores, config.experts, |_, row| sigmoid_in_place(team.isa(), row))?;
+        for_rows(team, scores, config.experts, |_, row| {
+            sigmoid_in_place(team.isa(), row)
+        })?;
         let slots = sized(&mut scratch.slots, rows * config.top_k);
         let scores = &*scores;
         for_rows(team, slots, config.top_k, |row, slots| {
-            choose(config, &scores[row * config.experts..][..config.experts], &self.bias, slots);
+            choose(
+                config,
+                &scores[row * config.experts..][..config.experts],
+                &self.bias,
+                slots,
+            );
         })
     }
 
@@ -104,17 +113,26 @@ impl Experts {
         let places = sized(&mut scratch.places, count);
         sort_by_expert(slots, config.experts, &mut scratch.starts, places);
         let groups: Vec<(usize, Range<usize>)> = (0..config.experts)
-            .map(|e| (e, scratch.starts[e] as usize..scratch.starts[e + 1] as usize))
+            .map(|e| {
+                (
+                    e,
+                    scratch.starts[e] as usize..scratch.starts[e + 1] as usize,
+                )
+            })
             .filter(|(_, rows)| !rows.is_empty())
             .collect();
         let of = |part: fn(&Ffn) -> &Matrix| -> Vec<(&Matrix, Range<usize>)> {
-            groups.iter().map(|(e, rows)| (part(&self.experts[*e]), rows.clone())).collect()
+            groups
+                .iter()
+                .map(|(e, rows)| (part(&self.experts[*e]), rows.clone()))
+                .collect()
         };
 
         let input = sized(&mut scratch.input, count * hidden);
         for (slot, place) in places.iter().enumerate() {
             let row = slot / config.top_k;
-            input[*place as usize * hidden..][..hidden].copy_from_slice(&x[row * hidden..][..hidden]);
+            input[*place as usize * hidden..][..hidden]
+                .copy_from_slice(&x[row * hidden..][..hidden]);
         }
         let gate = sized(&mut scratch.gate, count * config.intermediate);
         let up = sized(&mut scratch.up, count * config.intermediate);
@@ -134,7 +152,9 @@ impl Experts {
                 let _ = add_scaled(out, expert_out, slot.weight);
             }
             if let Some(shared) = shared {
-                out.iter_mut().zip(&shared[row * hidden..]).for_each(|(out, shared)| *out += shared);
+                out.iter_mut()
+                    .zip(&shared[row * hidden..])
+                    .for_each(|(out, shared)| *out += shared);
             }
         })
     }
@@ -164,16 +184,25 @@ fn choose(config: &MoeConfig, scores: &[f32], bias: &[f32], slots: &mut [Slot]) 
         }
         let mut kept = Choices::default();
         for _ in 0..config.top_groups {
-            let group = best((0..config.groups).filter(|group| !kept.has(*group)), |group| group_scores[group]);
+            let group = best(
+                (0..config.groups).filter(|group| !kept.has(*group)),
+                |group| group_scores[group],
+            );
             kept.set(group);
             members(group).for_each(|expert| open.set(expert));
         }
     }
     let mut sum = 0.0;
     for slot in slots.iter_mut() {
-        let expert = best((0..config.experts).filter(|expert| open.has(*expert)), biased);
+        let expert = best(
+            (0..config.experts).filter(|expert| open.has(*expert)),
+            biased,
+        );
         open.clear(expert);
-        *slot = Slot { expert: expert as u32, weight: scores[expert] };
+        *slot = Slot {
+            expert: expert as u32,
+            weight: scores[expert],
+        };
         sum += scores[expert];
     }
     for slot in slots {
@@ -257,14 +286,23 @@ mod tests {
     fn chosen(config: &MoeConfig, scores: &[f32], bias: &[f32]) -> Vec<(u32, f32)> {
         let mut slots = vec![Slot::default(); config.top_k];
         choose(config, scores, bias, &mut slots);
-        slots.iter().map(|slot| (slot.expert, slot.weight)).collect()
+        slots
+            .iter()
+            .map(|slot| (slot.expert, slot.weight))
+            .collect()
     }
 
     #[test]
     fn equal_scores_go_to_the_lower_group_and_expert() {
         let ids = |slots: Vec<(u32, f32)>| slots.into_iter().map(|(id, _)| id).collect::<Vec<_>>();
-        assert_eq!(ids(chosen(&config(4, 2, 3), &[0.5; 8], &[0.0; 8])), [0, 1, 2]);
-        assert_eq!(ids(chosen(&config(1, 1, 3), &[0.5; 8], &[0.0; 8])), [0, 1, 2]);
+        assert_eq!(
+            ids(chosen(&config(4, 2, 3), &[0.5; 8], &[0.0; 8])),
+            [0, 1, 2]
+        );
+        assert_eq!(
+            ids(chosen(&config(1, 1, 3), &[0.5; 8], &[0.0; 8])),
+            [0, 1, 2]
+        );
     }
 
     #[test]
@@ -275,22 +313,30 @@ mod tests {
         let slots = chosen(&config(1, 1, 2), &scores, &bias);
         assert_eq!(slots[0].0, 0);
         assert_eq!(slots[1].0, 3);
-        assert!((slots[0].1 - 2.0 * 0.1 / 0.5).abs() < 1e-6 && (slots[1].1 - 2.0 * 0.4 / 0.5).abs() < 1e-6);
+        assert!(
+            (slots[0].1 - 2.0 * 0.1 / 0.5).abs() < 1e-6
+                && (slots[1].1 - 2.0 * 0.4 / 0.5).abs() < 1e-6
+        );
     }
 
     #[test]
     fn dropped_groups_stay_out_even_when_all_biased_scores_are_negative() {
         // A fill of 0 for dropped groups would win over these.
         let scores = [0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4];
-        let ids: Vec<u32> =
-            chosen(&config(4, 1, 2), &scores, &[-1.0; 8]).into_iter().map(|(id, _)| id).collect();
+        let ids: Vec<u32> = chosen(&config(4, 1, 2), &scores, &[-1.0; 8])
+            .into_iter()
+            .map(|(id, _)| id)
+            .collect();
         assert_eq!(ids, [6, 7]);
     }
 
     #[test]
     fn a_group_counts_by_the_sum_of_its_two_best() {
         let scores = [0.9, 0.0, 0.6, 0.6, 0.0, 0.0, 0.0, 0.0];
-        let ids: Vec<u32> = chosen(&config(4, 1, 2), &scores, &[0.0; 8]).into_iter().map(|(id, _)| id).collect();
+        let ids: Vec<u32> = chosen(&config(4, 1, 2), &scores, &[0.0; 8])
+            .into_iter()
+            .map(|(id, _)| id)
+            .collect();
         assert_eq!(ids, [2, 3]);
     }
 
@@ -303,7 +349,13 @@ mod tests {
 
     #[test]
     fn sorting_by_expert_is_stable_and_complete() {
-        let slots: Vec<Slot> = [3, 1, 3, 0, 1].iter().map(|e| Slot { expert: *e, weight: 0.0 }).collect();
+        let slots: Vec<Slot> = [3, 1, 3, 0, 1]
+            .iter()
+            .map(|e| Slot {
+                expert: *e,
+                weight: 0.0,
+            })
+            .collect();
         let (mut starts, mut places) = (Vec::new(), vec![0; 5]);
         sort_by_expert(&slots, 4, &mut starts, &mut places);
         assert_eq!(starts, [0, 1, 3, 3, 5]);

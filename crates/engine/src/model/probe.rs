@@ -1,3 +1,6 @@
+use crate::SeqWork;
+use std::ops::Range;
+
 /// A named place in the forward pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Tap {
@@ -40,4 +43,63 @@ pub struct ProbeRows<'a> {
 pub trait Probe: Send {
     /// `values` is row-major, one row per entry of `rows`. `layer` is 0 for taps outside of layers.
     fn record(&mut self, tap: Tap, layer: usize, rows: ProbeRows<'_>, values: &[f32]);
+}
+
+/// The probe of a step, if any, and the rows it is told of.
+pub(crate) struct Taps<'a> {
+    probe: Option<&'a mut (dyn Probe + 'static)>,
+    works: Vec<u32>,
+    positions: Vec<u32>,
+}
+
+impl<'a> Taps<'a> {
+    pub(crate) fn new(probe: Option<&'a mut (dyn Probe + 'static)>, batch: &[SeqWork<'_>]) -> Self {
+        let mut taps = Self {
+            probe,
+            works: Vec::new(),
+            positions: Vec::new(),
+        };
+        if taps.on() {
+            for (index, work) in batch.iter().enumerate() {
+                for position in work.start..work.start + work.tokens.len() {
+                    taps.works.push(index as u32);
+                    taps.positions.push(position as u32);
+                }
+            }
+        }
+        taps
+    }
+
+    /// Is a probe set?
+    pub(crate) fn on(&self) -> bool {
+        self.probe.is_some()
+    }
+
+    pub(crate) fn see(&mut self, tap: Tap, layer: usize, values: &[f32]) {
+        if let Some(probe) = self.probe.as_deref_mut() {
+            let rows = ProbeRows {
+                works: &self.works,
+                positions: &self.positions,
+            };
+            probe.record(tap, layer, rows, values);
+        }
+    }
+
+    /// As [`Taps::see`] for columns `columns` of every `width` values.
+    pub(crate) fn see_part(
+        &mut self,
+        tap: Tap,
+        layer: usize,
+        values: &[f32],
+        width: usize,
+        columns: Range<usize>,
+    ) {
+        if self.on() {
+            let part: Vec<f32> = values
+                .chunks_exact(width)
+                .flat_map(|row| row[columns.clone()].iter().copied())
+                .collect();
+            self.see(tap, layer, &part);
+        }
+    }
 }

@@ -18,7 +18,10 @@ pub(crate) struct RopeTable {
 
 impl RopeTable {
     pub(crate) fn new(frequencies: Vec<f32>, factor: f32) -> Self {
-        Self { frequencies, factor }
+        Self {
+            frequencies,
+            factor,
+        }
     }
 
     /// Half of the rotated width.
@@ -40,16 +43,32 @@ impl RopeTable {
 /// Sine and cosine of an angle in 0..2^19, to about 1e-16.
 fn sin_cos(angle: f64) -> (f64, f64) {
     let quarter = (angle * FRAC_2_PI).round();
-    let x = ((angle - quarter * FRAC_PI_2_HIGH) - quarter * FRAC_PI_2_MIDDLE) - quarter * FRAC_PI_2_LOW;
+    let x =
+        ((angle - quarter * FRAC_PI_2_HIGH) - quarter * FRAC_PI_2_MIDDLE) - quarter * FRAC_PI_2_LOW;
     let z = x * x;
     // Taylor series; |x| <= π/4, so the first terms left out are below 1e-17.
     let mut sin = -1.0 / 1_307_674_368_000.0;
-    for divisor in [6_227_020_800.0, -39_916_800.0, 362_880.0, -5_040.0, 120.0, -6.0] {
+    for divisor in [
+        6_227_020_800.0,
+        -39_916_800.0,
+        362_880.0,
+        -5_040.0,
+        120.0,
+        -6.0,
+    ] {
         sin = sin * z + 1.0 / divisor;
     }
     let sin = x + x * (z * sin);
     let mut cos = 1.0 / 20_922_789_888_000.0;
-    for divisor in [-87_178_291_200.0, 479_001_600.0, -3_628_800.0, 40_320.0, -720.0, 24.0, -2.0] {
+    for divisor in [
+        -87_178_291_200.0,
+        479_001_600.0,
+        -3_628_800.0,
+        40_320.0,
+        -720.0,
+        24.0,
+        -2.0,
+    ] {
         cos = cos * z + 1.0 / divisor;
     }
     let cos = 1.0 + z * cos;
@@ -70,7 +89,10 @@ mod tests {
         for step in 0..2_000_000u32 {
             let angle = f64::from(step as f32 * 0.1310_7f32);
             let (s, c) = sin_cos(angle);
-            assert!((s - angle.sin()).abs() < 1e-12 && (c - angle.cos()).abs() < 1e-12, "{angle}: {s} {c}");
+            assert!(
+                (s - angle.sin()).abs() < 1e-12 && (c - angle.cos()).abs() < 1e-12,
+                "{angle}: {s} {c}"
+            );
         }
     }
 }

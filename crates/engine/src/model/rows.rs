@@ -13,7 +13,9 @@ pub(crate) fn for_rows<T: Send>(
 ) -> Result<(), KernelError> {
     let rows = data.len() / width.max(1);
     if team.threads() == 1 || data.len() < WORTH_SHARING {
-        data.chunks_exact_mut(width).enumerate().for_each(|(row, values)| body(row, values));
+        data.chunks_exact_mut(width)
+            .enumerate()
+            .for_each(|(row, values)| body(row, values));
         return Ok(());
     }
     let share = rows.div_ceil(team.threads() * 4);

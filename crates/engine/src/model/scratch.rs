@@ -26,14 +26,13 @@ pub(crate) struct Scratch {
     /// Gate and up of a dense or shared network `[rows, intermediate]`.
     pub(crate) gate: Vec<f32>,
     pub(crate) up: Vec<f32>,
+    /// Output of the shared experts `[rows, hidden]`.
+    pub(crate) shared: Vec<f32>,
     /// Experts.
     pub(crate) moe: MoeScratch,
     /// `[rows, rope / 2]` each.
     pub(crate) cos: Vec<f32>,
     pub(crate) sin: Vec<f32>,
-    /// Place in the batch and position in the sequence of each row.
-    pub(crate) works: Vec<u32>,
-    pub(crate) positions: Vec<u32>,
     /// Rows whose logits are wanted, gathered `[wanted, hidden]`, and normed.
     pub(crate) last: Vec<f32>,
     pub(crate) last_normed: Vec<f32>,

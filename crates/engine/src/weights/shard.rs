@@ -165,9 +165,15 @@ impl Shard {
             Ok(()) => Ok(()),
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 self.check_unchanged()?;
-                Err(WeightsError::Io { path: self.path.clone(), source: error })
+                Err(WeightsError::Io {
+                    path: self.path.clone(),
+                    source: error,
+                })
             }
-            Err(source) => Err(WeightsError::Io { path: self.path.clone(), source }),
+            Err(source) => Err(WeightsError::Io {
+                path: self.path.clone(),
+                source,
+            }),
         }
     }
 

@@ -1,0 +1,149 @@
+use crate::model::deepseek_v3::{DeepseekV3, StepContext};
+use crate::model::{KvStep, Probe, Scratch, Taps};
+use crate::{ExecError, Executor, KvGeometry, SeqWork};
+use std::sync::Arc;
+use twinfer_kernels::{DType, KernelError, ThreadTeam};
+use twinfer_sys::BlockArena;
+
+/// A model on this machine's cores.
+pub struct CpuExecutor {
+    model: DeepseekV3,
+    team: ThreadTeam,
+    arena: Arc<BlockArena>,
+    geometry: KvGeometry,
+    vocab_size: usize,
+    max_context: usize,
+    scratch: Scratch,
+    probe: Option<Box<dyn Probe>>,
+}
+
+impl CpuExecutor {
+    pub(crate) fn new(
+        model: DeepseekV3,
+        team: ThreadTeam,
+        arena: Arc<BlockArena>,
+        geometry: KvGeometry,
+        vocab_size: usize,
+        max_context: usize,
+    ) -> Self {
+        Self {
+            model,
+            team,
+            arena,
+            geometry,
+            vocab_size,
+            max_context,
+            scratch: Scratch::default(),
+            probe: None,
+        }
+    }
+
+    /// Sets or takes away the probe that sees activations; returns the one before. Results are the
+    /// same with and without.
+    pub fn set_probe(&mut self, probe: Option<Box<dyn Probe>>) -> Option<Box<dyn Probe>> {
+        std::mem::replace(&mut self.probe, probe)
+    }
+
+    /// Compute threads.
+    pub fn threads(&self) -> usize {
+        self.team.threads()
+    }
+
+    /// Replaces the compute threads; results do not depend on them.
+    pub fn set_team(&mut self, team: ThreadTeam) {
+        self.team = team;
+    }
+
+    fn kv_type(&self) -> DType {
+        if self.geometry.value_bytes == 2 {
+            DType::Bf16
+        } else {
+            DType::F32
+        }
+    }
+
+    fn check(&self, batch: &[SeqWork<'_>]) -> Result<(), ExecError> {
+        for (index, work) in batch.iter().enumerate() {
+            let end = work.start.checked_add(work.tokens.len());
+            if work.tokens.is_empty() || end.is_none_or(|end| end > self.max_context) {
+                return Err(ExecError::OutOfRange(format!(
+                    "work {index} has {} tokens from position {}; allowed are 1 or more up to position {}",
+                    work.tokens.len(),
+                    work.start,
+                    self.max_context
+                )));
+            }
+            if let Some(token) = work
+                .tokens
+                .iter()
+                .find(|token| **token as usize >= self.vocab_size)
+            {
+                return Err(ExecError::OutOfRange(format!(
+                    "token {token} of work {index}; allowed are 0 to {}",
+                    self.vocab_size - 1
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Executor for CpuExecutor {
+    fn geometry(&self) -> KvGeometry {
+        self.geometry
+    }
+
+    fn arena(&self) -> &Arc<BlockArena> {
+        &self.arena
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    fn max_context(&self) -> usize {
+        self.max_context
+    }
+
+    fn execute(&mut self, batch: &[SeqWork<'_>], logits: &mut Vec<f32>) -> Result<(), ExecError> {
+        logits.clear();
+        if batch.is_empty() {
+            return Ok(());
+        }
+        self.check(batch)?;
+        let KvGeometry {
+            width, block_size, ..
+        } = self.geometry;
+        let kv_type = self.kv_type();
+        let mut kv = KvStep::open(&self.arena, batch, block_size, width, kv_type)?;
+        let step = StepContext {
+            team: &self.team,
+            works: batch,
+            rows: batch.iter().map(|work| work.tokens.len()).sum(),
+            kv_type,
+            block_size,
+        };
+        let mut taps = Taps::new(self.probe.as_deref_mut(), batch);
+        self.model
+            .forward(&step, &mut kv, &mut self.scratch, &mut taps, logits)
+    }
+}
+
+impl std::fmt::Debug for CpuExecutor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CpuExecutor")
+            .field("geometry", &self.geometry)
+            .field("threads", &self.team.threads())
+            .field("isa", &self.team.isa().name())
+            .finish_non_exhaustive()
+    }
+}
+
+impl From<KernelError> for ExecError {
+    fn from(error: KernelError) -> Self {
+        match error {
+            KernelError::Panicked(message) => Self::Thread(message),
+            KernelError::Shape(_) => Self::OutOfRange(error.to_string()),
+        }
+    }
+}

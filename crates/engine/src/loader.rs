@@ -1,0 +1,388 @@
+//! From a model directory to an executor: check everything, then read the weights.
+
+use crate::KvGeometry;
+use crate::executor::CpuExecutor;
+use crate::model::deepseek_v3::DeepseekV3;
+use crate::model::{Builder, MODEL_REVISION};
+use crate::weights::{Checkpoint, WeightsError, inside};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use twinfer_config::model::{KvBudget, KvShape, MemoryError, ModelConfigError, TensorSpecs};
+use twinfer_config::{Dtype, ModelConfig};
+use twinfer_kernels::{Isa, KernelError, ThreadTeam, numerics_class};
+use twinfer_protocol::Fingerprint;
+use twinfer_sys::BlockArena;
+use xxhash_rust::xxh3::xxh3_128;
+
+/// Version of what a KV unit holds: `block_size` rows `[latent | key]`, token-major, keys rotated in
+/// interleaved pairs.
+pub const KV_LAYOUT: u32 = 1;
+
+/// Is told, from any thread, how many bytes of weights of how many have been read.
+pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
+
+/// How a model is to be loaded.
+#[derive(Clone)]
+pub struct LoadOptions<'a> {
+    /// KV type.
+    pub dtype: Dtype,
+    /// Compute threads, also used for reading.
+    pub threads: usize,
+    /// Cores for them; thread i runs on core `i mod len`. The thread that calls the executor is thread
+    /// 0 and pins itself.
+    pub cpus: Option<Vec<usize>>,
+    /// Let waiting threads spin for up to 20 µs: only on cores that nothing else uses.
+    pub spin: bool,
+    /// `avx512`, `avx2` or `portable`; the best there is if absent.
+    pub isa: Option<String>,
+    /// Tokens per KV block.
+    pub block_size: usize,
+    /// Memory for KV.
+    pub kv: KvMemory,
+    /// Longest sequence that will be served; the model's limit if absent. More than that is an error.
+    pub max_model_len: Option<usize>,
+    /// Tokens of one step, for the size of the workspace.
+    pub max_num_batched_tokens: usize,
+    /// Sequences of one step, for the size of the workspace and of useful KV.
+    pub max_num_seqs: usize,
+    /// Hash of tokenizer and chat template, for the fingerprint.
+    pub tokenizer_hash: String,
+    /// Progress of reading.
+    pub progress: Option<Progress<'a>>,
+}
+
+/// Memory for KV.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum KvMemory {
+    /// So many blocks.
+    Blocks(u32),
+    /// So many bytes; refused if they are not available.
+    Bytes(u64),
+    /// This part, in (0, 1], of what is available after weights and workspace, but not more than
+    /// `max_num_seqs` sequences of `max_model_len` can use.
+    Share(f64),
+}
+
+/// What was found before any weight is read.
+#[derive(Debug)]
+pub struct CheckedModel {
+    /// Model.
+    pub config: ModelConfig,
+    /// Longest sequence that will be served.
+    pub max_model_len: usize,
+    /// Bytes of weights.
+    pub weight_bytes: u64,
+    /// Bytes of the largest step's buffers.
+    pub workspace_bytes: u64,
+    /// KV blocks.
+    pub num_blocks: u32,
+    /// Bytes of them.
+    pub kv_bytes: u64,
+    /// Bytes available to this process when it was checked.
+    pub available_bytes: u64,
+    /// Worth telling: ignored fields, tensors, files.
+    pub warnings: Vec<String>,
+    checkpoint: Checkpoint,
+    specs: TensorSpecs,
+    isa: Isa,
+}
+
+/// A model ready to run.
+#[derive(Debug)]
+pub struct LoadedModel {
+    /// Runs it.
+    pub executor: CpuExecutor,
+    /// Model.
+    pub config: ModelConfig,
+    /// Longest sequence that will be served.
+    pub max_model_len: usize,
+    /// What must be equal for KV or text to be exchanged.
+    pub fingerprint: Fingerprint,
+    /// KV blocks of the executor's arena.
+    pub num_blocks: u32,
+    /// Bytes of KV.
+    pub kv_bytes: u64,
+    /// Bytes of weights.
+    pub weight_bytes: u64,
+    /// As in [`CheckedModel`].
+    pub warnings: Vec<String>,
+}
+
+/// Why a model was not loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum ModelError {
+    /// config.json cannot be read.
+    #[error("cannot read {}: {source}", path.display())]
+    ConfigFile {
+        /// File.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// config.json was refused.
+    #[error("{}: {source}", path.display())]
+    Config {
+        /// File.
+        path: PathBuf,
+        /// Why.
+        source: ModelConfigError,
+    },
+    /// Weight files were refused.
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+    /// Memory does not suffice.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// An option is out of range.
+    #[error("{field} is {value}; allowed: {allowed}")]
+    Option {
+        /// Flag.
+        field: &'static str,
+        /// Value.
+        value: String,
+        /// Allowed.
+        allowed: String,
+    },
+    /// Memory, threads or cores could not be had.
+    #[error("cannot {what}: {source}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A kernel refused a shape: config and kernels disagree.
+    #[error("weights do not suit the kernels: {0}")]
+    Kernel(KernelError),
+    /// Loading ended early because another part failed.
+    #[error("loading was stopped")]
+    Stopped,
+}
+
+impl Default for LoadOptions<'_> {
+    fn default() -> Self {
+        Self {
+            dtype: Dtype::Bf16,
+            threads: 1,
+            cpus: None,
+            spin: false,
+            isa: None,
+            block_size: 16,
+            kv: KvMemory::Share(0.25),
+            max_model_len: None,
+            max_num_batched_tokens: 512,
+            max_num_seqs: 32,
+            tokenizer_hash: String::new(),
+            progress: None,
+        }
+    }
+}
+
+/// Checks everything that can be checked before weights are read: options, config.json, files, sizes,
+/// shapes, memory. Takes milliseconds.
+///
+/// # Errors
+/// See [`ModelError`]; each names the field or file, what was found and what is allowed.
+pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, ModelError> {
+    let isa = check_options(options)?;
+    let config = read_config(dir)?;
+    let max_model_len = options.max_model_len.unwrap_or(config.context);
+    if max_model_len == 0 || max_model_len > config.context {
+        return Err(ModelError::Option {
+            field: "max-model-len",
+            value: max_model_len.to_string(),
+            allowed: format!("1 to {}, the model's own limit", config.context),
+        });
+    }
+    let specs = config.tensors();
+    let checkpoint = Checkpoint::open(dir, &specs)?;
+
+    let kv = KvShape::of(&config, options.dtype, options.block_size);
+    let weight_bytes = checkpoint.bytes();
+    let workspace_bytes =
+        config.workspace_bytes(options.max_num_batched_tokens, options.max_num_seqs);
+    let available_bytes = twinfer_sys::available_memory().map_err(|source| ModelError::System {
+        what: "find out how much memory is available",
+        source,
+    })?;
+    let budget = match options.kv {
+        KvMemory::Blocks(blocks) => {
+            KvBudget::Bytes(u64::from(blocks).saturating_mul(kv.block_bytes()))
+        }
+        KvMemory::Bytes(bytes) => KvBudget::Bytes(bytes),
+        KvMemory::Share(part) => KvBudget::Share {
+            part,
+            useful: kv
+                .bytes_for(max_model_len)
+                .saturating_mul(options.max_num_seqs as u64),
+        },
+    };
+    let num_blocks = kv.plan(budget, available_bytes, weight_bytes, workspace_bytes)?;
+
+    let mut warnings = Vec::new();
+    if !config.unread.is_empty() {
+        warnings.push(format!(
+            "config.json: fields that are not read: {}",
+            config.unread.join(", ")
+        ));
+    }
+    warnings.extend(checkpoint.warnings.iter().cloned());
+    Ok(CheckedModel {
+        kv_bytes: u64::from(num_blocks) * kv.block_bytes(),
+        config,
+        max_model_len,
+        weight_bytes,
+        workspace_bytes,
+        num_blocks,
+        available_bytes,
+        warnings,
+        checkpoint,
+        specs,
+        isa,
+    })
+}
+
+/// Checks, then reads the weights and makes the executor.
+///
+/// # Errors
+/// As [`check`]; also files that change or fail while they are read.
+pub fn load(dir: &Path, options: &LoadOptions<'_>) -> Result<LoadedModel, ModelError> {
+    check(dir, options)?.load(options)
+}
+
+impl CheckedModel {
+    /// Reads the weights and makes the executor. `options` are those of the check.
+    ///
+    /// # Errors
+    /// A file fails or changes while it is read; memory, threads or cores cannot be had.
+    pub fn load(self, options: &LoadOptions<'_>) -> Result<LoadedModel, ModelError> {
+        let system = |what| move |source| ModelError::System { what, source };
+        let builder = Builder::new(&self.specs, &self.checkpoint, options.progress);
+        let model = DeepseekV3::build(&self.config, &builder, options.threads)?;
+        self.checkpoint.check_unchanged()?;
+
+        let kv = KvShape::of(&self.config, options.dtype, options.block_size);
+        let arena = BlockArena::new(self.num_blocks, kv.layers, kv.unit_bytes())
+            .map_err(system("reserve memory for KV"))?;
+        let spin = if options.spin {
+            std::time::Duration::from_micros(20)
+        } else {
+            std::time::Duration::ZERO
+        };
+        let team = ThreadTeam::with_spin(options.threads, options.cpus.as_deref(), self.isa, spin)
+            .map_err(system("start compute threads"))?;
+        let geometry = KvGeometry {
+            layers: kv.layers,
+            width: kv.width,
+            value_bytes: kv.value_bytes,
+            block_size: kv.block_size,
+        };
+        let fingerprint = fingerprint(&self.config, builder.weights_hash(), options);
+        let executor = CpuExecutor::new(
+            model,
+            team,
+            Arc::new(arena),
+            geometry,
+            self.config.vocab_size,
+            self.config.context,
+        );
+        Ok(LoadedModel {
+            executor,
+            max_model_len: self.max_model_len,
+            fingerprint,
+            num_blocks: self.num_blocks,
+            kv_bytes: self.kv_bytes,
+            weight_bytes: self.weight_bytes,
+            warnings: self.warnings,
+            config: self.config,
+        })
+    }
+}
+
+fn check_options(options: &LoadOptions<'_>) -> Result<Isa, ModelError> {
+    let in_range = |field, value: usize, most: usize| {
+        if (1..=most).contains(&value) {
+            return Ok(());
+        }
+        Err(ModelError::Option {
+            field,
+            value: value.to_string(),
+            allowed: format!("1 to {most}"),
+        })
+    };
+    in_range("threads", options.threads, 1024)?;
+    in_range("block-size", options.block_size, 4096)?;
+    in_range(
+        "max-num-batched-tokens",
+        options.max_num_batched_tokens,
+        1 << 20,
+    )?;
+    in_range("max-num-seqs", options.max_num_seqs, 1 << 16)?;
+    if let KvMemory::Share(part) = options.kv
+        && !(part > 0.0 && part <= 1.0)
+    {
+        return Err(ModelError::Option {
+            field: "share of memory for KV",
+            value: part.to_string(),
+            allowed: "above 0, at most 1".to_owned(),
+        });
+    }
+    Isa::detect(options.isa.as_deref()).map_err(|allowed| ModelError::Option {
+        field: "instruction set",
+        value: options.isa.clone().unwrap_or_default(),
+        allowed,
+    })
+}
+
+fn read_config(dir: &Path) -> Result<ModelConfig, ModelError> {
+    if !dir.is_dir() {
+        let reason = if dir.exists() {
+            "is not a directory"
+        } else {
+            "does not exist"
+        };
+        return Err(WeightsError::Directory {
+            path: dir.to_owned(),
+            reason: reason.to_owned(),
+        }
+        .into());
+    }
+    let path = inside(dir, "config.json")?;
+    let text = std::fs::read_to_string(&path).map_err(|source| ModelError::ConfigFile {
+        path: path.clone(),
+        source,
+    })?;
+    ModelConfig::parse(&text).map_err(|source| ModelError::Config { path, source })
+}
+
+/// Weights are hashed over all bytes of all tensors that are used, so that files which differ in one
+/// bit of one expert differ here, and the same tensors in other shards do not.
+fn fingerprint(config: &ModelConfig, weights: String, options: &LoadOptions<'_>) -> Fingerprint {
+    let hash = |text: &str| format!("{:032x}", xxh3_128(text.as_bytes()));
+    let mut identity = config.identity();
+    for frequency in config.rope.frequencies(config.mla.qk_rope_head_dim) {
+        identity.push_str(&format!(" {:08x}", frequency.to_bits()));
+    }
+    let mut fingerprint = Fingerprint {
+        id: String::new(),
+        config: hash(&identity),
+        weights,
+        tokenizer: options.tokenizer_hash.clone(),
+        quantization: "none".to_owned(),
+        kv_dtype: match options.dtype {
+            Dtype::Bf16 => "bf16".to_owned(),
+            Dtype::F32 => "f32".to_owned(),
+        },
+        block_size: options.block_size as u32,
+        kv_layout: KV_LAYOUT,
+        numerics: format!("{}-m{MODEL_REVISION}-exact", numerics_class()),
+    };
+    fingerprint.id = hash(&format!("{fingerprint:?}"));
+    fingerprint
+}
+
+impl From<KernelError> for ModelError {
+    fn from(error: KernelError) -> Self {
+        Self::Kernel(error)
+    }
+}
