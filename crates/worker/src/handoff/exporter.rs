@@ -2,6 +2,7 @@
 
 use crate::handoff::handshake::PeerKey;
 use crate::handoff::lease::{Gone, HandleId, LeaseConfig, LeaseTable, Pin, Release};
+use crate::handoff::listener::KvListener;
 use crate::handoff::params::RemoteHandle;
 use crate::handoff::peers::Peer;
 use crate::handoff::seal::{Checksum, Seal, Sealed, TokenHash, Units, token_hash, unit_checksum};
@@ -13,9 +14,8 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::net::{TcpListener, lookup_host};
 use tokio::sync::Notify;
-use tokio::time::{Instant, timeout};
+use tokio::time::Instant;
 use twinfer_engine::{HeldKv, KvGeometry, RequestId};
 use twinfer_protocol::{
     ApiError, Epoch, ErrorKind, Fingerprint, KvRelease, KvTransferParams, TokenId,
@@ -26,8 +26,6 @@ use twinfer_sys::BlockArena;
 const SEAL_INLINE_BYTES: u64 = 1 << 20;
 /// Ended handles that are remembered, so that late calls learn what happened.
 const TOMBSTONES: usize = 4096;
-/// Longest time to resolve the listening host's name.
-const RESOLVE_TIME: Duration = Duration::from_secs(2);
 
 /// What an exporter needs to know.
 pub struct ExporterConfig {
@@ -175,30 +173,24 @@ impl Exporter {
     /// Checks the addresses, listens, and returns the exporter and the task that serves its peers, to be
     /// run by the caller.
     pub async fn bind(config: ExporterConfig) -> Result<(Self, ExporterServer), BindError> {
+        let listener = KvListener::bind(
+            &config.host,
+            config.port,
+            config.advertise_host.as_deref(),
+            config.key.is_some(),
+        )
+        .await?;
+        Self::on(listener, config)
+    }
+
+    /// [`Self::bind`] with a listener that was opened before; the addresses of `config` are not looked
+    /// at.
+    pub fn on(
+        listener: KvListener,
+        config: ExporterConfig,
+    ) -> Result<(Self, ExporterServer), BindError> {
         let geometry = check_geometry(&config)?;
-        let addr = listen_addr(&config.host, config.port).await?;
-        if config.key.is_none() && !addr.ip().to_canonical().is_loopback() {
-            return Err(BindError::NeedsKey { host: config.host });
-        }
-        let advertised = match &config.advertise_host {
-            Some(host) => {
-                Peer::parse(&bracketed(host, 1))
-                    .map_err(|_| BindError::BadAdvertise { host: host.clone() })?
-                    .host
-            }
-            None if addr.ip().is_unspecified() => {
-                return Err(BindError::NeedsAdvertise { host: config.host });
-            }
-            None => Peer::parse(&bracketed(&config.host, 1))
-                .map_or_else(|_| addr.ip().to_string(), |peer| peer.host),
-        };
-        let listener = TcpListener::bind(addr)
-            .await
-            .map_err(|source| BindError::Listen { addr, source })?;
-        let port = listener
-            .local_addr()
-            .map_err(|source| BindError::Listen { addr, source })?
-            .port();
+        let KvListener { listener, peer } = listener;
         let leases = LeaseTable::new(LeaseConfig {
             lease: config.lease,
             tombstones: TOMBSTONES,
@@ -206,10 +198,7 @@ impl Exporter {
         let shared = Arc::new(Shared {
             config,
             geometry,
-            peer: Peer {
-                host: advertised,
-                port,
-            },
+            peer,
             leases: Mutex::new(leases),
             leased: Notify::new(),
             counters: Counters::default(),
@@ -537,29 +526,6 @@ fn check_geometry(config: &ExporterConfig) -> Result<WireGeometry, BindError> {
         unit_bytes: config.arena.unit_bytes(),
         geometry: config.geometry,
     })
-}
-
-async fn listen_addr(host: &str, port: u16) -> Result<SocketAddr, BindError> {
-    let failed = |reason: String| BindError::Resolve {
-        host: host.to_owned(),
-        reason,
-    };
-    let plain = host
-        .strip_prefix('[')
-        .and_then(|host| host.strip_suffix(']'))
-        .unwrap_or(host);
-    let mut found = timeout(RESOLVE_TIME, lookup_host((plain, port)))
-        .await
-        .map_err(|_| failed(format!("no answer in {} s", RESOLVE_TIME.as_secs())))?
-        .map_err(|error| failed(error.to_string()))?;
-    found.next().ok_or_else(|| failed("none found".to_owned()))
-}
-
-fn bracketed(host: &str, port: u16) -> String {
-    match host.contains(':') && !host.starts_with('[') {
-        true => format!("[{host}]:{port}"),
-        false => format!("{host}:{port}"),
-    }
 }
 
 fn internal(what: String) -> ApiError {

@@ -1,0 +1,88 @@
+//! Where importers connect to: opened before the model is loaded, so that a port in use or an address that
+//! nobody can dial is found out at once.
+
+use crate::handoff::exporter::BindError;
+use crate::handoff::peers::Peer;
+use std::net::SocketAddr;
+use std::time::Duration;
+use tokio::net::{TcpListener, lookup_host};
+use tokio::time::timeout;
+
+/// Longest time to resolve the listening host's name.
+const RESOLVE_TIME: Duration = Duration::from_secs(2);
+
+/// A listening KV channel and the name it is dialled by.
+#[derive(Debug)]
+pub struct KvListener {
+    pub(crate) listener: TcpListener,
+    pub(crate) peer: Peer,
+}
+
+impl KvListener {
+    /// Listens on `host:port`, 0 picks a free port. Peers are told `advertise_host`, else `host`.
+    /// `keyed`: a peer key is set, so that other nodes may connect.
+    pub async fn bind(
+        host: &str,
+        port: u16,
+        advertise_host: Option<&str>,
+        keyed: bool,
+    ) -> Result<Self, BindError> {
+        let named = || host.to_owned();
+        let addr = listen_addr(host, port).await?;
+        if !keyed && !addr.ip().to_canonical().is_loopback() {
+            return Err(BindError::NeedsKey { host: named() });
+        }
+        let advertised = match advertise_host {
+            Some(host) => {
+                Peer::parse(&bracketed(host, 1))
+                    .map_err(|_| BindError::BadAdvertise {
+                        host: host.to_owned(),
+                    })?
+                    .host
+            }
+            None if addr.ip().is_unspecified() => {
+                return Err(BindError::NeedsAdvertise { host: named() });
+            }
+            None => Peer::parse(&bracketed(host, 1))
+                .map_or_else(|_| addr.ip().to_string(), |peer| peer.host),
+        };
+        let listen = |source| BindError::Listen { addr, source };
+        let listener = TcpListener::bind(addr).await.map_err(listen)?;
+        let port = listener.local_addr().map_err(listen)?.port();
+        Ok(Self {
+            listener,
+            peer: Peer {
+                host: advertised,
+                port,
+            },
+        })
+    }
+
+    /// `host:port` that importers dial.
+    pub fn addr(&self) -> String {
+        self.peer.to_string()
+    }
+}
+
+async fn listen_addr(host: &str, port: u16) -> Result<SocketAddr, BindError> {
+    let failed = |reason: String| BindError::Resolve {
+        host: host.to_owned(),
+        reason,
+    };
+    let plain = host
+        .strip_prefix('[')
+        .and_then(|host| host.strip_suffix(']'))
+        .unwrap_or(host);
+    let mut found = timeout(RESOLVE_TIME, lookup_host((plain, port)))
+        .await
+        .map_err(|_| failed(format!("no answer in {} s", RESOLVE_TIME.as_secs())))?
+        .map_err(|error| failed(error.to_string()))?;
+    found.next().ok_or_else(|| failed("none found".to_owned()))
+}
+
+fn bracketed(host: &str, port: u16) -> String {
+    match host.contains(':') && !host.starts_with('[') {
+        true => format!("[{host}]:{port}"),
+        false => format!("{host}:{port}"),
+    }
+}
