@@ -17,8 +17,8 @@ use tokio::time::{Instant, timeout, timeout_at};
 pub struct ClientOptions {
     /// To resolve the name and connect.
     pub connect_timeout: Duration,
-    /// An idle connection is closed after this; less than the server's header timeout, so that no
-    /// request meets a connection that the server is closing.
+    /// An idle connection is closed after this: sooner than servers close it (ours after 30 s, those
+    /// of vLLM after 5 s), so that no request meets a connection that is being closed.
     pub idle_timeout: Duration,
     /// Idle connections kept per peer.
     pub max_idle_per_peer: usize,
@@ -96,7 +96,7 @@ impl Default for ClientOptions {
     fn default() -> Self {
         Self {
             connect_timeout: Duration::from_secs(2),
-            idle_timeout: Duration::from_secs(10),
+            idle_timeout: Duration::from_secs(4),
             max_idle_per_peer: 64,
         }
     }

@@ -1,17 +1,21 @@
 use crate::BoxError;
 use bytes::{Bytes, BytesMut};
 use http::HeaderMap;
-use http::header::{CONTENT_LENGTH, CONTENT_TYPE};
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE, EXPECT};
 use http_body::Body;
 use http_body_util::BodyExt;
 use serde::de::DeserializeOwned;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::time::Duration;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, timeout, timeout_at};
 use twinfer_protocol::{ApiError, ErrorKind};
 
 /// Largest request body unless configured: 32 MiB.
 pub const DEFAULT_BODY_LIMIT: u64 = 32 << 20;
+/// Bytes of a body that is too large which are read and thrown away.
+const DISCARD_BYTES: u64 = 256 << 20;
+/// Time for that.
+const DISCARD_TIME: Duration = Duration::from_secs(1);
 
 /// Reads a body whole: at most `limit` bytes, within `timeout`.
 ///
@@ -36,11 +40,15 @@ where
         .get(CONTENT_LENGTH)
         .and_then(|v| v.to_str().ok())
         .and_then(|v| v.parse::<u64>().ok());
-    if let Some(length) = declared.filter(|&n| n > limit) {
-        return Err(too_large(&length.to_string()));
-    }
     let deadline = Instant::now() + timeout;
     let mut body = pin!(body);
+    if let Some(length) = declared.filter(|&n| n > limit) {
+        // A client that asks before it sends gets the answer instead of "continue".
+        if !headers.contains_key(EXPECT) {
+            discard(body).await;
+        }
+        return Err(too_large(&length.to_string()));
+    }
     let mut first: Option<Bytes> = None;
     let mut rest = BytesMut::new();
     loop {
@@ -66,6 +74,9 @@ where
         };
         let have = first.as_ref().map_or(rest.len(), Bytes::len) as u64;
         if have + data.len() as u64 > limit {
+            drop(first);
+            drop(rest);
+            discard(body).await;
             return Err(too_large(&format!("more than {limit}")));
         }
         match first.take() {
@@ -147,6 +158,21 @@ pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
             invalid(format!("the body is not JSON: {e}"))
         }
     })
+}
+
+/// Reads on for a while without keeping anything. A client that is still sending when the connection
+/// closes sees a reset instead of the answer.
+async fn discard<B: Body<Data = Bytes>>(mut body: Pin<&mut B>) {
+    let mut left = DISCARD_BYTES;
+    let read = async {
+        while let Some(Ok(frame)) = body.frame().await {
+            left = left.saturating_sub(frame.data_ref().map_or(0, |d| d.len() as u64));
+            if left == 0 {
+                break;
+            }
+        }
+    };
+    let _ = timeout(DISCARD_TIME, read).await;
 }
 
 /// Is the body JSON by its content type? None at all is taken for JSON.
