@@ -386,10 +386,7 @@ impl Scheduler {
         let mut after = None;
         while let Some((arrival, id)) = next_after(&self.running, after) {
             after = Some(arrival);
-            loop {
-                let Some(seq) = self.seqs.get_mut(&id) else {
-                    break;
-                };
+            while let Some(seq) = self.seqs.get_mut(&id) {
                 let missing = self
                     .pool
                     .blocks_for(seq.len)
@@ -399,7 +396,7 @@ impl Scheduler {
                 }
                 match self.running.last_key_value() {
                     Some((&youngest, _)) if youngest > arrival => {
-                        plan.preempted.extend(self.preempt(youngest))
+                        plan.preempted.extend(self.preempt(youngest));
                     }
                     _ => return Some(id),
                 }

@@ -1,8 +1,15 @@
 //! The engine as its callers see it, over the scripted executor.
+//! `cfg(test)` tells clippy that helpers outside of `#[test]` functions are tests too.
 
+#[cfg(test)]
 mod common;
+#[cfg(test)]
 mod limits;
+#[cfg(test)]
 mod output;
+#[cfg(test)]
 mod random;
+#[cfg(test)]
 mod remote;
+#[cfg(test)]
 mod same;

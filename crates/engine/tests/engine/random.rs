@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use twinfer_engine::{EngineConfig, FinishReason, KvOutcome, KvSource, Request, RequestId};
 use twinfer_protocol::{ApiError, ErrorKind};
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Copy, Debug)]
 enum Op {
     Submit {
         prompt_len: usize,
