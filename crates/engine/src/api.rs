@@ -59,7 +59,7 @@ pub enum KvSource {
     /// Computed here.
     Compute,
     /// Comes from a prefill instance: the engine allocates blocks, emits [`Event::KvFetch`] and
-    /// waits for [`KvOutcome`].
+    /// waits for [`KvOutcome`]. A prompt of one token has nothing to fetch and is computed.
     Remote,
 }
 
@@ -94,7 +94,7 @@ pub struct Logprob {
 pub struct OutputToken {
     /// Token.
     pub id: TokenId,
-    /// Its own log-probability and the best `logprobs` others, if asked for.
+    /// Its own log-probability and the `logprobs` best tokens, which may include it, if asked for.
     pub logprobs: Option<(Logprob, Vec<Logprob>)>,
 }
 
@@ -232,6 +232,9 @@ pub enum ExecError {
     /// A compute thread died.
     #[error("compute thread failed: {0}")]
     Thread(String),
+    /// An earlier step failed: what the blocks contain is unknown.
+    #[error("an earlier step failed")]
+    AfterFailure,
 }
 
 /// Computes steps: the CPU model, a modelled one, a scripted one for tests.

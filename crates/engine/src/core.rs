@@ -3,7 +3,8 @@
 use crate::blocks::BlockPool;
 use crate::output::OutputState;
 use crate::sampler::{
-    RowContext, SampleError, Sampler, SamplingLimits, TokenCounts, check_length, check_prompt,
+    RowContext, SampleError, Sampler, SamplingLimits, TokenCounts, check_allowed, check_length,
+    check_prompt,
 };
 use crate::scheduler::{Aborted, FetchEnd, Plan, Scheduler, StepLimits, Work};
 use crate::{
@@ -13,6 +14,7 @@ use crate::{
 };
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use twinfer_protocol::{ApiError, ErrorKind, TokenId};
 use twinfer_sys::BlockArena;
 use twinfer_text::Tokenizer;
@@ -34,6 +36,8 @@ pub struct Engine {
     /// Requests that end at the next step, in the order they were named.
     ending: Vec<(RequestId, FinishReason)>,
     logits: Vec<f32>,
+    /// A step failed: sequences count tokens as computed that are not.
+    failed: bool,
     steps: u64,
     prompt_tokens: PromptTokenTotals,
     output_tokens: u64,
@@ -120,6 +124,7 @@ impl Engine {
             sequences: HashMap::new(),
             ending: Vec::new(),
             logits: Vec::new(),
+            failed: false,
             steps: 0,
             prompt_tokens: PromptTokenTotals::default(),
             output_tokens: 0,
@@ -152,6 +157,7 @@ impl Engine {
             request.params.max_tokens,
             self.config.max_model_len,
         )?;
+        check_allowed(&request.params, self.tokenizer.eos_ids())?;
         let output = OutputState::new(&request.params, &self.tokenizer)?;
         // Those that will get a place in the next step do not count as waiting.
         let room = self.config.max_waiting as usize + self.scheduler.open_slots();
@@ -199,8 +205,17 @@ impl Engine {
     /// Runs one step at most. Reports aborts and fetches also when there is nothing to compute.
     ///
     /// # Errors
-    /// The executor cannot go on, and neither can the engine.
+    /// The executor cannot go on, and neither can the engine: every later step fails too.
     pub fn step(&mut self) -> Result<Vec<Event>, ExecError> {
+        if self.failed {
+            return Err(ExecError::AfterFailure);
+        }
+        let result = self.try_step();
+        self.failed = result.is_err();
+        result
+    }
+
+    fn try_step(&mut self) -> Result<Vec<Event>, ExecError> {
         let mut events = Vec::new();
         for (id, reason) in std::mem::take(&mut self.ending) {
             self.end_early(id, reason, &mut events);
@@ -272,6 +287,11 @@ impl Engine {
     /// Shape of the KV.
     pub fn geometry(&self) -> KvGeometry {
         self.executor.geometry()
+    }
+
+    /// The executor's progress counter, to watch a step from another thread.
+    pub fn progress(&self) -> Option<Arc<AtomicU64>> {
+        self.executor.progress()
     }
 
     /// The tokenizer that turns output into text.

@@ -7,6 +7,7 @@ mod philox;
 mod validate;
 
 pub use philox::uniform;
+pub(crate) use validate::check_allowed;
 pub use validate::{SamplingLimits, check_length, check_prompt};
 
 use crate::{Logprob, OutputToken, SamplingParams};

@@ -59,6 +59,7 @@ pub struct ScriptedExecutor {
     next: Option<Arc<NextToken>>,
     before_step: Option<Box<BeforeStep>>,
     steps: u64,
+    progress: Arc<AtomicU64>,
 }
 
 impl Default for ScriptedShape {
@@ -90,6 +91,7 @@ impl ScriptedExecutor {
             next: None,
             before_step: None,
             steps: 0,
+            progress: Arc::default(),
         })
     }
 
@@ -169,6 +171,10 @@ impl Executor for ScriptedExecutor {
         self.shape.max_context
     }
 
+    fn progress(&self) -> Option<Arc<AtomicU64>> {
+        Some(Arc::clone(&self.progress))
+    }
+
     fn execute(&mut self, batch: &[SeqWork<'_>], logits: &mut Vec<f32>) -> Result<(), ExecError> {
         logits.clear();
         if let Some(before) = &mut self.before_step {
@@ -182,6 +188,7 @@ impl Executor for ScriptedExecutor {
             })?;
         }
         self.steps += 1;
+        self.progress.fetch_add(LAYERS as u64, Ordering::Relaxed);
         // All guards of the step at once, as the real executor has them: two sequences that write one
         // block are found.
         let mut guards = Vec::with_capacity(batch.len());

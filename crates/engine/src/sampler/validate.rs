@@ -209,6 +209,24 @@ pub fn check_length(prompt_len: usize, max_tokens: u32, max_len: u32) -> Result<
     Err(ApiError::new(ErrorKind::ContextLengthExceeded, message).with_param(param))
 }
 
+/// Checks that `min_tokens`, which masks the tokens that end, leaves one of `allowed_token_ids`.
+pub(crate) fn check_allowed(params: &SamplingParams, eos: &[TokenId]) -> Result<(), ApiError> {
+    let ends = |id: &TokenId| eos.contains(id) || params.stop_token_ids.contains(id);
+    match &params.allowed_token_ids {
+        Some(allowed) if params.min_tokens > 0 && allowed.iter().all(ends) => {
+            Err(ApiError::invalid(
+                "allowed_token_ids",
+                format!(
+                    "allowed_token_ids contains only tokens that end the output, and min_tokens is {}; \
+                     allowed are lists with another token, or min_tokens 0",
+                    params.min_tokens
+                ),
+            ))
+        }
+        _ => Ok(()),
+    }
+}
+
 fn check_id(param: &str, id: TokenId, vocab: usize) -> Result<(), ApiError> {
     if (id as usize) < vocab {
         return Ok(());

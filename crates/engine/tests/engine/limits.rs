@@ -2,7 +2,7 @@
 
 use crate::common::*;
 use std::sync::{Arc, Mutex};
-use twinfer_engine::testing::{BYTE_VOCAB, ScriptedExecutor};
+use twinfer_engine::testing::{BYTE_EOS, BYTE_VOCAB, ScriptedExecutor};
 use twinfer_engine::{Engine, EngineConfig, ExecError, FinishReason, RequestId, SamplingParams};
 use twinfer_protocol::ErrorKind;
 
@@ -106,6 +106,26 @@ fn token_ids_without_an_embedding_row_are_refused_wherever_they_stand() {
         .unwrap();
     bench.run();
     assert_eq!(bench.got[&1].tokens.len(), 4);
+}
+
+#[test]
+fn an_allowed_list_that_min_tokens_masks_whole_is_refused() {
+    let mut bench = bench(roomy(), 64);
+    let params = |allowed: &[u32], min_tokens| SamplingParams {
+        allowed_token_ids: Some(allowed.to_vec()),
+        stop_token_ids: vec![65],
+        min_tokens,
+        ..SamplingParams::greedy(4)
+    };
+    let refused = request(1, prompt(1, 3), params(&[65, BYTE_EOS], 1));
+    let error = bench.engine.submit(refused).unwrap_err();
+    assert_eq!(error.param.as_deref(), Some("allowed_token_ids"));
+    for good in [params(&[65, BYTE_EOS], 0), params(&[65, 66], 1)] {
+        bench.engine.submit(request(1, prompt(1, 3), good)).unwrap();
+        bench.run();
+        bench.got.clear();
+    }
+    bench.assert_idle();
 }
 
 #[test]
@@ -295,4 +315,8 @@ fn a_failed_step_is_an_error_and_no_output() {
         assert!(engine.step().is_ok());
     }
     assert!(matches!(engine.step(), Err(ExecError::Thread(_))));
+    assert!(
+        matches!(engine.step(), Err(ExecError::AfterFailure)),
+        "nothing is computed on what the failed step left behind"
+    );
 }
