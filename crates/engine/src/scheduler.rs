@@ -12,7 +12,7 @@
 //! * Admission leaves one block for each sequence that has blocks already, so that a newcomer is not
 //!   preempted in the very next step.
 //! * Sequences with one token to compute go before prefill chunks, so that a long prompt does not stall
-//!   streams; when even these exceed the budget, those that ran least recently go first.
+//!   streams; when even these exceed the budget, they take turns.
 
 use crate::blocks::BlockPool;
 use crate::{HeldKv, RequestId};
@@ -102,7 +102,7 @@ pub struct Scheduler {
     /// Blocks of finished sequences, kept for a decode instance.
     held: HashMap<RequestId, Vec<BlockId>>,
     arrivals: u64,
-    steps: u64,
+    turns: u64,
     preemptions: u64,
 }
 
@@ -118,7 +118,8 @@ struct Seq {
     /// The prompt's KV comes from elsewhere (until it has come or failed).
     remote: bool,
     blocks: Vec<BlockId>,
-    last_step: u64,
+    /// Number of the last work it got: the lower, the longer ago.
+    last_turn: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -144,7 +145,7 @@ impl Scheduler {
             cancelling: HashMap::new(),
             held: HashMap::new(),
             arrivals: 0,
-            steps: 0,
+            turns: 0,
             preemptions: 0,
         }
     }
@@ -169,7 +170,7 @@ impl Scheduler {
             computed: 0,
             remote: remote && prompt_len > 1,
             blocks: Vec::new(),
-            last_step: 0,
+            last_turn: 0,
         };
         self.seqs.insert(id, seq);
         self.waiting.insert(arrival, id);
@@ -186,11 +187,10 @@ impl Scheduler {
     /// Plans the next step and takes it as done: the planned tokens count as computed.
     pub fn schedule(&mut self) -> Plan {
         let mut plan = Plan::default();
-        self.steps += 1;
         let stalled = self.grow(&mut plan);
         let mut budget = self.limits.max_num_batched_tokens;
         self.plan_running(stalled, &mut budget, &mut plan);
-        if stalled.is_none() && plan.preempted.is_empty() {
+        if stalled.is_none() {
             self.admit(&mut budget, &mut plan);
         }
         plan
@@ -423,7 +423,7 @@ impl Scheduler {
         for &id in self.running.values().filter(|&&id| Some(id) != stalled) {
             match self.seqs.get(&id) {
                 Some(seq) if seq.len - seq.computed == 1 => {
-                    singles.push((seq.last_step, seq.arrival, id))
+                    singles.push((seq.last_turn, seq.arrival, id))
                 }
                 Some(seq) if seq.len > seq.computed => chunks.push(id),
                 _ => {}
@@ -444,7 +444,8 @@ impl Scheduler {
         let len = (seq.len - seq.computed).min(*budget);
         let start = seq.computed;
         seq.computed += len;
-        seq.last_step = self.steps;
+        self.turns += 1;
+        seq.last_turn = self.turns;
         *budget -= len;
         plan.works.push(Work {
             id,

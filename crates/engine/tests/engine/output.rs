@@ -2,7 +2,9 @@
 
 use crate::common::*;
 use twinfer_engine::testing::{BYTE_EOS, BYTE_VOCAB, ScriptedExecutor, ScriptedShape};
-use twinfer_engine::{ExecError, Executor, FinishReason, KvGeometry, SamplingParams, SeqWork};
+use twinfer_engine::{
+    ExecError, Executor, FinishReason, KvGeometry, Request, SamplingParams, SeqWork,
+};
 use twinfer_protocol::{ErrorKind, TokenId};
 
 const PROMPT: &[TokenId] = &[b'>' as TokenId];
@@ -297,9 +299,13 @@ fn logits_that_are_no_numbers_end_that_request_with_an_error_and_no_other() {
     let mut bench = Bench::new(engine);
     let good = request(1, prompt(1, 3), sampled(1, 6));
     bench.engine.submit(good.clone()).unwrap();
+    let bad = request(2, [TokenId::from(b'!')].into(), sampled(1, 6));
     bench
         .engine
-        .submit(request(2, [TokenId::from(b'!')].into(), sampled(1, 6)))
+        .submit(Request {
+            hold_kv: true,
+            ..bad
+        })
         .unwrap();
     bench.run();
     let FinishReason::Error(error) = bench.got[&2].finish.clone().unwrap().reason else {

@@ -104,6 +104,48 @@ fn requests_that_wait_for_kv_take_no_part_in_steps_and_hold_up_nobody() {
 }
 
 #[test]
+fn a_fetch_begins_even_if_streams_take_the_whole_budget() {
+    let config = EngineConfig {
+        max_num_batched_tokens: 1,
+        ..roomy()
+    };
+    let mut bench = bench(config, 64);
+    bench
+        .engine
+        .submit(request(1, prompt(1, 1), sampled(1, 30)))
+        .unwrap();
+    bench.step();
+    bench.engine.submit(remote(2, 9, 4)).unwrap();
+    bench.step();
+    assert!(bench.fetches.contains_key(&2));
+}
+
+/// Only fetched sequences can outnumber the budget: others are admitted while some of it is left.
+#[test]
+fn more_streams_than_budget_take_turns() {
+    let config = EngineConfig {
+        max_num_batched_tokens: 4,
+        ..roomy()
+    };
+    let mut bench = bench(config, 256);
+    for id in 0..6 {
+        bench.engine.submit(remote(id, 9, 40)).unwrap();
+    }
+    bench.step();
+    for id in 0..6 {
+        bench.load(id, &prompt(id, 9));
+    }
+    for _ in 0..30 {
+        bench.step();
+    }
+    let lens: Vec<_> = bench.got.values().map(|got| got.tokens.len()).collect();
+    assert_eq!(lens, [20; 6]);
+    bench.run();
+    assert!(bench.got.values().all(|got| got.tokens.len() == 40));
+    bench.assert_idle();
+}
+
+#[test]
 fn a_failed_fetch_ends_the_request_with_its_error_and_frees_its_blocks() {
     let mut bench = bench(roomy(), 64);
     bench.engine.submit(remote(1, 20, 5)).unwrap();
