@@ -9,5 +9,5 @@ mod serve;
 
 pub use fake::{Dialect, FakeConfig, FakeFault, FaultKind};
 pub use model::{ModelConfig, ModelConfigError};
-pub use router::{Policy, RouterConfig};
+pub use router::{Policy, RouterConfig, WithoutPrefill};
 pub use serve::{Dtype, KvLoadFailurePolicy, LogFormat, ServeConfig};

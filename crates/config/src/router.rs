@@ -17,9 +17,22 @@ pub enum Policy {
     RoundRobin,
 }
 
+/// What becomes of requests while decode instances are up and no prefill instance is.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize, JsonSchema,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum WithoutPrefill {
+    /// They are refused with 503.
+    #[default]
+    Refuse,
+    /// A decode instance computes the prompt itself.
+    Decode,
+}
+
 /// The process in front of instances: `twinfer router`.
 #[derive(Clone, Debug, PartialEq, Args, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
 pub struct RouterConfig {
     /// Address to listen on.
     #[arg(long, default_value = "127.0.0.1")]
@@ -31,17 +44,14 @@ pub struct RouterConfig {
 
     /// A prefill instance's URL; repeat the flag or separate by commas.
     #[arg(long, value_delimiter = ',')]
-    #[serde(default)]
     pub prefill: Vec<String>,
 
     /// A decode instance's URL; repeat the flag or separate by commas.
     #[arg(long, value_delimiter = ',')]
-    #[serde(default)]
     pub decode: Vec<String>,
 
     /// URL of an instance that does both; repeat the flag or separate by commas.
     #[arg(long, visible_alias = "worker-urls", value_delimiter = ',', num_args = 1..)]
-    #[serde(default)]
     pub worker: Vec<String>,
 
     /// File with one instance per line: `prefill URL`, `decode URL` or `both URL`.
@@ -50,28 +60,27 @@ pub struct RouterConfig {
 
     /// Hosts of prefill instances, as the public P/D proxies name them; as many as ports.
     #[arg(long, num_args = 1..)]
-    #[serde(default)]
     pub prefiller_hosts: Vec<String>,
 
     /// Ports of prefill instances.
     #[arg(long, num_args = 1..)]
-    #[serde(default)]
     pub prefiller_ports: Vec<String>,
 
     /// Hosts of decode instances; as many as ports.
     #[arg(long, num_args = 1..)]
-    #[serde(default)]
     pub decoder_hosts: Vec<String>,
 
     /// Ports of decode instances.
     #[arg(long, num_args = 1..)]
-    #[serde(default)]
     pub decoder_ports: Vec<String>,
 
     /// How an instance is picked.
     #[arg(long, value_enum, default_value_t)]
-    #[serde(default)]
     pub policy: Policy,
+
+    /// What becomes of requests while decode instances are up and no prefill instance is.
+    #[arg(long, value_enum, default_value_t)]
+    pub without_prefill: WithoutPrefill,
 
     /// Seconds between probes of an instance.
     #[arg(long, default_value_t = 2.0)]
@@ -125,6 +134,60 @@ pub struct RouterConfig {
 
     /// Form of log lines.
     #[arg(long, value_enum, default_value_t)]
-    #[serde(default)]
     pub log_format: LogFormat,
+}
+
+impl Default for RouterConfig {
+    fn default() -> Self {
+        Self {
+            host: "127.0.0.1".to_owned(),
+            port: 8000,
+            prefill: Vec::new(),
+            decode: Vec::new(),
+            worker: Vec::new(),
+            instances_file: None,
+            prefiller_hosts: Vec::new(),
+            prefiller_ports: Vec::new(),
+            decoder_hosts: Vec::new(),
+            decoder_ports: Vec::new(),
+            policy: Policy::default(),
+            without_prefill: WithoutPrefill::default(),
+            health_interval: 2.0,
+            connect_timeout: 2.0,
+            prefill_timeout: 300.0,
+            first_byte_timeout: 300.0,
+            idle_timeout: 60.0,
+            max_attempts: 3,
+            max_inflight: 1024,
+            max_body_bytes: 32 << 20,
+            drain_settle: 2.0,
+            drain_timeout: 30.0,
+            api_key_file: None,
+            peer_key_file: None,
+            log_format: LogFormat::default(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::{FromArgMatches, Parser};
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        config: RouterConfig,
+    }
+
+    #[test]
+    fn defaults_of_flags_and_of_files_are_the_same() {
+        let matches = <Line as clap::CommandFactory>::command()
+            .try_get_matches_from(["router"])
+            .expect("no flags");
+        let line = Line::from_arg_matches(&matches).expect("defaults");
+        assert_eq!(line.config, RouterConfig::default());
+        let file: RouterConfig = serde_json::from_str("{}").expect("an empty file");
+        assert_eq!(file, RouterConfig::default());
+    }
 }

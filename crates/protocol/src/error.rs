@@ -118,6 +118,40 @@ pub struct ErrorDetail {
 }
 
 impl ErrorKind {
+    /// Every class.
+    pub const ALL: [Self; 25] = [
+        Self::InvalidRequest,
+        Self::ContextLengthExceeded,
+        Self::ChatTemplate,
+        Self::KvParamsForbidden,
+        Self::Unauthorized,
+        Self::ModelNotFound,
+        Self::NotFound,
+        Self::MethodNotAllowed,
+        Self::PayloadTooLarge,
+        Self::UnsupportedMediaType,
+        Self::RequestTimeout,
+        Self::Overloaded,
+        Self::Draining,
+        Self::NotReady,
+        Self::NoInstance,
+        Self::PrefillUnreachable,
+        Self::PrefillFailed,
+        Self::DecodeUnreachable,
+        Self::DecodeFailed,
+        Self::KvStale,
+        Self::KvCorrupt,
+        Self::KvMismatch,
+        Self::KvTransfer,
+        Self::Timeout,
+        Self::Internal,
+    ];
+
+    /// The class that a peer's `error.code` names; none for a code of another engine.
+    pub fn from_code(code: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.code() == code)
+    }
+
     /// HTTP status.
     pub const fn status(self) -> u16 {
         match self {
@@ -272,3 +306,19 @@ impl fmt::Display for ApiError {
 }
 
 impl std::error::Error for ApiError {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn each_class_is_found_by_its_own_code() {
+        let codes: BTreeSet<_> = ErrorKind::ALL.iter().map(|kind| kind.code()).collect();
+        assert_eq!(codes.len(), ErrorKind::ALL.len());
+        for kind in ErrorKind::ALL {
+            assert_eq!(ErrorKind::from_code(kind.code()), Some(kind));
+        }
+        assert_eq!(ErrorKind::from_code("InternalServerError"), None);
+    }
+}

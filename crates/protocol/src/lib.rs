@@ -15,6 +15,14 @@ pub use kv::{KvRelease, KvTransferParams};
 
 /// Header that names a request on both legs of a prefill/decode pair.
 pub const REQUEST_ID_HEADER: &str = "x-request-id";
+/// Response header of the router: name of the instance that computed the prompt.
+pub const PREFILL_HEADER: &str = "x-twinfer-prefill";
+/// Response header of the router: name of the instance that generated.
+pub const DECODE_HEADER: &str = "x-twinfer-decode";
+/// Response header of the router: its own id of the request, sent to both legs.
+pub const ROUTER_ID_HEADER: &str = "x-twinfer-request-id";
+/// Response header of the router: why the request took its way.
+pub const DECISION_HEADER: &str = "x-twinfer-decision";
 /// Environment variable (and vLLM's, for its public proxies) that may hold the peer key.
 pub const PEER_KEY_ENV: &str = "TWINFER_PEER_KEY";
 /// Fallback for [`PEER_KEY_ENV`]: the public proxies send this key as bearer token.
