@@ -1,0 +1,392 @@
+//! Request bodies: the top level of the JSON object is cut into keys and values once; values that
+//! nobody edits reach the instances byte for byte.
+
+use bytes::{BufMut, Bytes, BytesMut};
+use serde::Deserializer as _;
+use serde::de::{Error as _, IgnoredAny, MapAccess, Visitor};
+use serde_json::value::RawValue;
+use std::borrow::Cow;
+use std::fmt;
+use std::ops::Range;
+use twinfer_protocol::{ApiError, ErrorKind};
+
+/// Most keys at the top level; a bound on memory far above what any client sends.
+const MAX_KEYS: usize = 1024;
+/// Deepest nesting. Instances written in Python give up at about a thousand.
+const MAX_DEPTH: usize = 256;
+/// Longest part of a key that a message repeats, in characters.
+const SHOWN: usize = 64;
+
+/// `kv_transfer_params` of the prefill leg: the receiver keeps the KV; nothing is known of a remote.
+const PREFILL_PARAMS: &str = r#"{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}"#;
+const KV_PARAMS: &str = "kv_transfer_params";
+
+/// A JSON object, its values still as they came.
+#[derive(Clone, Debug)]
+pub(crate) struct JsonObject {
+    bytes: Bytes,
+    fields: Vec<Field>,
+}
+
+#[derive(Clone, Debug)]
+struct Field {
+    key: String,
+    value: Range<usize>,
+}
+
+/// What becomes of one field of a copy.
+enum Edit<'a> {
+    Keep,
+    Drop,
+    Set(&'a str),
+}
+
+impl JsonObject {
+    /// Cuts a body.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidRequest`]: empty, not UTF-8, not JSON, not an object, a key twice, too many
+    /// keys, nested too deep.
+    pub(crate) fn parse(bytes: Bytes) -> Result<Self, ApiError> {
+        let bad = |message: String| ApiError::new(ErrorKind::InvalidRequest, message);
+        if bytes.iter().all(u8::is_ascii_whitespace) {
+            return Err(bad(
+                "the body is empty; a JSON object is expected".to_owned()
+            ));
+        }
+        let text = std::str::from_utf8(&bytes)
+            .map_err(|e| bad(format!("the body is not UTF-8 (byte {})", e.valid_up_to())))?;
+        let fields = Self::cut(text).map_err(|e| match e.classify() {
+            serde_json::error::Category::Data => bad(format!("the body is refused: {e}")),
+            _ => bad(format!("the body is not valid JSON: {e}")),
+        })?;
+        if nested_deeper_than(MAX_DEPTH, &bytes) {
+            return Err(bad(format!(
+                "the body is nested deeper than {MAX_DEPTH} levels"
+            )));
+        }
+        Ok(Self { bytes, fields })
+    }
+
+    fn cut(text: &str) -> Result<Vec<Field>, serde_json::Error> {
+        let mut reader = serde_json::Deserializer::from_str(text);
+        let pairs = reader.deserialize_map(PairsVisitor)?;
+        reader.end()?;
+        let start = text.as_ptr() as usize;
+        let place = |value: &str| {
+            let from = value.as_ptr() as usize - start;
+            from..from + value.len()
+        };
+        Ok(pairs
+            .into_iter()
+            .map(|(key, raw)| Field {
+                key: key.into_owned(),
+                value: place(raw.get()),
+            })
+            .collect())
+    }
+
+    /// A value as it came.
+    pub(crate) fn get(&self, key: &str) -> Option<&str> {
+        self.field(key).map(|field| self.text(field))
+    }
+
+    /// A value as a slice of the body.
+    pub(crate) fn slice(&self, key: &str) -> Option<Bytes> {
+        self.field(key)
+            .map(|field| self.bytes.slice(field.value.clone()))
+    }
+
+    /// A string value; none if absent, null or no string.
+    pub(crate) fn string(&self, key: &str) -> Option<Cow<'_, str>> {
+        self.get(key)
+            .and_then(|text| serde_json::from_str(text).ok())
+    }
+
+    /// Does `prompt` hold several prompts? One handle covers one prompt only.
+    pub(crate) fn has_several_prompts(&self) -> bool {
+        let Some(inner) = self.get("prompt").and_then(|text| text.strip_prefix('[')) else {
+            return false;
+        };
+        inner.trim_start().starts_with(['"', '['])
+            && self
+                .get("prompt")
+                .and_then(|text| serde_json::from_str::<Vec<IgnoredAny>>(text).ok())
+                .is_some_and(|prompts| prompts.len() > 1)
+    }
+
+    /// The body for an instance that does all of the request: what clients may not send is gone.
+    pub(crate) fn plain(&self) -> Bytes {
+        if self.field(KV_PARAMS).is_none() {
+            return self.bytes.clone();
+        }
+        self.edited(
+            |key| {
+                if key == KV_PARAMS {
+                    Edit::Drop
+                } else {
+                    Edit::Keep
+                }
+            },
+            &[],
+        )
+    }
+
+    /// The body for the prefill leg: one token, no stream, KV kept.
+    pub(crate) fn for_prefill(&self) -> Bytes {
+        let edit = |key: &str| match key {
+            "max_tokens" | "min_tokens" | "stream" | "stream_options" | KV_PARAMS => Edit::Drop,
+            "max_completion_tokens" | "n" | "best_of" => Edit::Set("1"),
+            _ => Edit::Keep,
+        };
+        // A minimum of one keeps an end token from ending the answer: some connectors export KV only
+        // of an answer that ended by its length.
+        self.edited(
+            edit,
+            &[
+                ("max_tokens", "1"),
+                ("min_tokens", "1"),
+                ("stream", "false"),
+                (KV_PARAMS, PREFILL_PARAMS),
+            ],
+        )
+    }
+
+    /// The body for the decode leg: as the client sent it, with prefill's parameters.
+    pub(crate) fn for_decode(&self, params: &str) -> Bytes {
+        self.edited(
+            |key| {
+                if key == KV_PARAMS {
+                    Edit::Drop
+                } else {
+                    Edit::Keep
+                }
+            },
+            &[(KV_PARAMS, params)],
+        )
+    }
+
+    fn field(&self, key: &str) -> Option<&Field> {
+        self.fields.iter().find(|field| field.key == key)
+    }
+
+    fn text(&self, field: &Field) -> &str {
+        // The ranges come from a text that was checked.
+        self.bytes
+            .get(field.value.clone())
+            .and_then(|b| std::str::from_utf8(b).ok())
+            .unwrap_or("null")
+    }
+
+    fn edited<'a>(&'a self, edit: impl Fn(&str) -> Edit<'a>, added: &[(&str, &'a str)]) -> Bytes {
+        let extra: usize = added
+            .iter()
+            .map(|(key, value)| key.len() + value.len() + 4)
+            .sum();
+        let mut out = BytesMut::with_capacity(self.bytes.len() + extra + 2 * self.fields.len());
+        out.put_u8(b'{');
+        for field in &self.fields {
+            let value = match edit(&field.key) {
+                Edit::Keep => self.bytes.get(field.value.clone()).unwrap_or_default(),
+                Edit::Set(value) => value.as_bytes(),
+                Edit::Drop => continue,
+            };
+            put_field(&mut out, &field.key, value);
+        }
+        for (key, value) in added {
+            put_field(&mut out, key, value.as_bytes());
+        }
+        out.put_u8(b'}');
+        out.freeze()
+    }
+}
+
+fn put_field(out: &mut BytesMut, key: &str, value: &[u8]) {
+    if out.len() > 1 {
+        out.put_u8(b',');
+    }
+    // Writing a string to memory does not fail.
+    let _ = serde_json::to_writer((&mut *out).writer(), key);
+    out.put_u8(b':');
+    out.put_slice(value);
+}
+
+struct PairsVisitor;
+
+impl<'de> Visitor<'de> for PairsVisitor {
+    type Value = Vec<(Cow<'de, str>, &'de RawValue)>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+        let mut pairs: Self::Value = Vec::with_capacity(16);
+        while let Some(Key(key)) = map.next_key()? {
+            if pairs.len() == MAX_KEYS {
+                return Err(A::Error::custom(format!("more than {MAX_KEYS} keys")));
+            }
+            if pairs.iter().any(|(other, _)| *other == key) {
+                let shown: String = key.chars().take(SHOWN).collect();
+                return Err(A::Error::custom(format!("key {shown:?} appears twice")));
+            }
+            pairs.push((key, map.next_value()?));
+        }
+        Ok(pairs)
+    }
+}
+
+/// A key, borrowed where it has no escapes.
+#[derive(serde::Deserialize)]
+#[serde(transparent)]
+struct Key<'a>(#[serde(borrow)] Cow<'a, str>);
+
+/// Looks at brackets outside of strings; the text is valid JSON.
+fn nested_deeper_than(limit: usize, text: &[u8]) -> bool {
+    let mut depth = 0usize;
+    let mut in_string = false;
+    let mut escaped = false;
+    for &byte in text {
+        if in_string {
+            match byte {
+                _ if escaped => escaped = false,
+                b'\\' => escaped = true,
+                b'"' => in_string = false,
+                _ => {}
+            }
+            continue;
+        }
+        match byte {
+            b'"' => in_string = true,
+            b'{' | b'[' => {
+                depth += 1;
+                if depth > limit {
+                    return true;
+                }
+            }
+            b'}' | b']' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use serde_json::{Value, json};
+
+    fn object(text: &str) -> JsonObject {
+        JsonObject::parse(Bytes::copy_from_slice(text.as_bytes())).expect(text)
+    }
+
+    fn message(bytes: &[u8]) -> String {
+        JsonObject::parse(Bytes::copy_from_slice(bytes))
+            .expect_err("refused")
+            .message
+    }
+
+    #[test]
+    fn c3_17_bodies_that_are_no_object_are_refused_with_the_reason() {
+        assert!(message(b"").contains("empty"));
+        assert!(message(b" \n").contains("empty"));
+        assert!(message(b"[]").contains("object"));
+        assert!(message(b"\"a\"").contains("object"));
+        assert!(message(b"{\"a\":1").contains("not valid JSON"));
+        assert!(message(b"{\"a\":\xff}").contains("UTF-8"));
+        assert!(message(b"{} x").contains("not valid JSON"));
+        assert!(message(b"{\"a\":1,\"\\u0061\":2}").contains("twice"));
+        let deep = format!("{{\"a\":{}{}}}", "[".repeat(100_000), "]".repeat(100_000));
+        assert!(message(deep.as_bytes()).contains("deeper"));
+        let wide: Vec<String> = (0..2000).map(|i| format!("\"k{i}\":0")).collect();
+        assert!(message(format!("{{{}}}", wide.join(",")).as_bytes()).contains("1024 keys"));
+    }
+
+    #[test]
+    fn brackets_in_strings_are_no_nesting() {
+        let text = format!("{{\"a\":\"{}\\\"{}\"}}", "[".repeat(1000), "{".repeat(1000));
+        object(&text);
+    }
+
+    #[test]
+    fn prefill_gets_one_token_by_every_limit_and_a_fixed_order() {
+        let body = object(
+            r#"{"model":"m","prompt":"p","max_tokens":500,"min_tokens":100,"max_completion_tokens":500,"n":3,"stream":true,"stream_options":{"include_usage":true},"kv_transfer_params":{"remote_host":"evil"},"x_y":1e400}"#,
+        );
+        assert_eq!(
+            body.for_prefill(),
+            concat!(
+                r#"{"model":"m","prompt":"p","max_completion_tokens":1,"n":1,"x_y":1e400,"max_tokens":1,"min_tokens":1,"stream":false,"#,
+                r#""kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}}"#
+            )
+        );
+    }
+
+    #[test]
+    fn a_body_without_client_params_is_passed_as_it_came() {
+        let text = "{ \"prompt\" : \"p\" , \"seed\" : 9223372036854775808 }";
+        assert_eq!(object(text).plain(), text);
+        let cleaned = object(r#"{"a":0.1,"kv_transfer_params":{"x":1},"b":2}"#).plain();
+        assert_eq!(cleaned, r#"{"a":0.1,"b":2}"#);
+    }
+
+    #[test]
+    fn several_prompts_are_seen_as_such() {
+        for (prompt, several) in [
+            (r#""a""#, false),
+            ("[1,2,3]", false),
+            (r#"["a"]"#, false),
+            (r#"[ "a" , "b" ]"#, true),
+            ("[[1],[2]]", true),
+            ("[[1,2]]", false),
+            ("[]", false),
+            ("null", false),
+        ] {
+            assert_eq!(
+                object(&format!("{{\"prompt\":{prompt}}}")).has_several_prompts(),
+                several,
+                "{prompt}"
+            );
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn edits_keep_every_other_value_byte_for_byte(
+            fields in proptest::collection::btree_map("x[a-z\"\\\\é]{0,6}", "(1e400|0\\.10|-0|\"é\\\\n\"|\\[1, 2\\]|\\{\"a\": null\\}|18446744073709551616)", 0..12),
+            sent in proptest::option::of("\\{\"evil\":1\\}"),
+        ) {
+            let mut parts: Vec<String> =
+                fields.iter().map(|(k, v)| format!("{} : {v}", Value::from(k.as_str()))).collect();
+            parts.extend(sent.map(|v| format!("\"kv_transfer_params\": {v}")));
+            let body = object(&format!("{{{}}}", parts.join(" , ")));
+            for copy in [body.plain(), body.for_decode("{\"h\":1}"), body.for_prefill()] {
+                let copy = object(std::str::from_utf8(&copy).expect("UTF-8"));
+                for (key, value) in &fields {
+                    prop_assert_eq!(copy.get(key), Some(value.as_str()));
+                }
+            }
+            let plain = body.plain();
+            let plain = object(std::str::from_utf8(&plain).expect("UTF-8"));
+            prop_assert_eq!(plain.get("kv_transfer_params"), None);
+        }
+
+        #[test]
+        fn foreign_bytes_never_panic(bytes in proptest::collection::vec(any::<u8>(), 0..64)) {
+            let _ = JsonObject::parse(Bytes::from(bytes));
+        }
+    }
+
+    #[test]
+    fn decode_gets_the_handle_verbatim() {
+        let handle = r#"{"remote_block_ids": [[17]],"x":1.0}"#;
+        let out = object(r#"{"prompt":"p","kv_transfer_params":{"a":1}}"#).for_decode(handle);
+        assert_eq!(
+            out,
+            format!("{{\"prompt\":\"p\",\"kv_transfer_params\":{handle}}}")
+        );
+        let read: Value = serde_json::from_slice(&out).expect("JSON");
+        assert_eq!(read["kv_transfer_params"]["x"], json!(1.0));
+    }
+}

@@ -1,0 +1,251 @@
+//! The legs of a request: one exchange of HTTP with one instance each.
+
+use super::exchange::{Ask, Exchange};
+use super::pull::Failure;
+use crate::answer::{LegError, Side};
+use crate::body::JsonObject;
+use crate::metrics::Leg;
+use crate::registry::{Instance, InstanceId, Signal};
+use crate::relay::{MAX_EVENT, Start};
+use crate::release::Handle;
+use bytes::Bytes;
+use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
+use http::{HeaderMap, Response, StatusCode};
+use hyper::body::Incoming;
+use std::time::Duration;
+use tokio::time::Instant;
+use twinfer_http::sse::SseParser;
+use twinfer_http::{TransportError, collect_body, next_chunk};
+use twinfer_protocol::ErrorKind;
+
+/// Largest answer that is kept whole: prefill's, errors, and those that are no stream.
+const MAX_ANSWER: usize = 64 << 20;
+/// To read the body of an error answer.
+const ERROR_LIMIT: Duration = Duration::from_secs(10);
+
+/// A good answer of decode that has begun.
+pub(super) struct Started {
+    pub(super) status: StatusCode,
+    pub(super) headers: HeaderMap,
+    pub(super) body: Answer,
+}
+
+/// Its body.
+pub(super) enum Answer {
+    /// All of it.
+    Whole(Bytes),
+    /// What has come, and the rest.
+    Stream { start: Start, rest: Incoming },
+}
+
+impl Exchange {
+    /// Sends the request for one token and reads the handle.
+    pub(super) async fn prefill_leg(
+        &self,
+        ask: &Ask,
+        to: InstanceId,
+    ) -> Result<Option<Handle>, LegError> {
+        let instance = self.instance(to)?;
+        let start = Instant::now();
+        let deadline = start + self.shared.times.prefill;
+        let answer = self
+            .send(
+                Side::Prefill,
+                instance,
+                ask,
+                ask.object.for_prefill(),
+                deadline,
+            )
+            .await?;
+        let body = self
+            .collect(Side::Prefill, instance, answer.into_body(), deadline)
+            .await?;
+        self.shared
+            .metrics
+            .first_byte(Leg::Prefill, start.elapsed().as_secs_f64());
+        let object = JsonObject::parse(body).map_err(|error| {
+            LegError::nonsense(
+                Side::Prefill,
+                &instance.name(),
+                &format!("gave no answer: {error}"),
+            )
+        })?;
+        match object.slice("kv_transfer_params") {
+            None => Ok(None),
+            Some(params) if params == "null" => Ok(None),
+            Some(params) if params.starts_with(b"{") => Ok(Some(Handle { params, from: to })),
+            Some(_) => Err(LegError::nonsense(
+                Side::Prefill,
+                &instance.name(),
+                "gave kv_transfer_params that are no object",
+            )),
+        }
+    }
+
+    /// Sends the request, and returns when the first byte of a good answer is there.
+    pub(super) async fn decode_leg(
+        &self,
+        ask: &Ask,
+        to: InstanceId,
+        with_handle: bool,
+    ) -> Result<Started, LegError> {
+        let instance = self.instance(to)?;
+        let params = self
+            .handle
+            .as_ref()
+            .filter(|_| with_handle)
+            .map(|handle| &handle.params);
+        let body = match params.and_then(|params| std::str::from_utf8(params).ok()) {
+            Some(params) => ask.object.for_decode(params),
+            None => ask.object.plain(),
+        };
+        let start = Instant::now();
+        let deadline = start + self.shared.times.first_byte;
+        let answer = self
+            .send(Side::Decode, instance, ask, body, deadline)
+            .await?;
+        let (parts, body) = answer.into_parts();
+        let encoded = parts.headers.contains_key(CONTENT_ENCODING);
+        let body = if is_event_stream(&parts.headers) {
+            self.first_event(instance, body, encoded, deadline).await?
+        } else {
+            let whole = self.collect(Side::Decode, instance, body, deadline).await?;
+            if whole.is_empty() {
+                return Err(LegError::nonsense(
+                    Side::Decode,
+                    &instance.name(),
+                    "gave an empty answer",
+                ));
+            }
+            if !encoded {
+                serde_json::from_slice::<serde::de::IgnoredAny>(&whole).map_err(|error| {
+                    LegError::nonsense(
+                        Side::Decode,
+                        &instance.name(),
+                        &format!("gave an answer that is no JSON: {error}"),
+                    )
+                })?;
+            }
+            Answer::Whole(whole)
+        };
+        self.shared
+            .metrics
+            .first_byte(Leg::Decode, start.elapsed().as_secs_f64());
+        Ok(Started {
+            status: parts.status,
+            headers: parts.headers,
+            body,
+        })
+    }
+
+    /// Reads a stream up to its first event: an error there can still go to another instance, or become
+    /// an answer with a status.
+    async fn first_event(
+        &self,
+        instance: &Instance,
+        mut source: Incoming,
+        encoded: bool,
+        deadline: Instant,
+    ) -> Result<Answer, LegError> {
+        let nonsense = |what: &str| LegError::nonsense(Side::Decode, &instance.name(), what);
+        let name = instance.spec.endpoint.host_port().to_string();
+        let mut parser = SseParser::new(MAX_EVENT);
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let piece = next_chunk(&mut source, &name, left).await;
+            let piece = piece.map_err(|error| self.lost(Side::Decode, instance, &error))?;
+            let Some(piece) = piece else {
+                return Err(nonsense("ended its stream before the first event"));
+            };
+            if encoded {
+                return Ok(Answer::Stream {
+                    start: Start::Opaque(piece),
+                    rest: source,
+                });
+            }
+            parser.push(piece);
+            let event = parser
+                .next_event()
+                .map_err(|error| nonsense(&error.to_string()))?;
+            let Some(event) = event else { continue };
+            let error = event
+                .data()
+                .and_then(|data| LegError::first_event(Side::Decode, &instance.name(), &data));
+            return match error {
+                Some(error) => Err(error),
+                None => Ok(Answer::Stream {
+                    start: Start::Events(event, parser),
+                    rest: source,
+                }),
+            };
+        }
+    }
+
+    /// Sends a leg, and returns the head of a good answer.
+    async fn send(
+        &self,
+        side: Side,
+        instance: &Instance,
+        ask: &Ask,
+        body: Bytes,
+        deadline: Instant,
+    ) -> Result<Response<Incoming>, LegError> {
+        let upstream = &self.shared.upstream;
+        let headers = upstream.headers(&self.id.own, &ask.headers);
+        let left = deadline.saturating_duration_since(Instant::now());
+        let answer = upstream
+            .post(&instance.spec.endpoint, ask.path, headers, body, left)
+            .await;
+        let answer = answer.map_err(|error| self.lost(side, instance, &error))?;
+        self.shared.registry.signal(instance.id, Signal::Answered);
+        if answer.status().is_success() {
+            return Ok(answer);
+        }
+        let (parts, body) = answer.into_parts();
+        let body = self
+            .collect(side, instance, body, Instant::now() + ERROR_LIMIT)
+            .await?;
+        Err(LegError::status(
+            side,
+            &instance.name(),
+            parts.status,
+            parts.headers,
+            body,
+        ))
+    }
+
+    async fn collect(
+        &self,
+        side: Side,
+        instance: &Instance,
+        body: Incoming,
+        deadline: Instant,
+    ) -> Result<Bytes, LegError> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let name = instance.spec.endpoint.host_port().to_string();
+        let whole = collect_body(body, &name, MAX_ANSWER, left).await;
+        whole.map_err(|error| self.lost(side, instance, &error))
+    }
+
+    fn lost(&self, side: Side, instance: &Instance, error: &TransportError) -> LegError {
+        let (error, signal) = LegError::transport(side, &instance.name(), error);
+        self.shared.registry.signal(instance.id, signal);
+        error
+    }
+
+    fn instance(&self, id: InstanceId) -> Result<&Instance, LegError> {
+        self.shared.registry.get(id).ok_or_else(|| {
+            LegError::new(
+                Failure::Broke,
+                ErrorKind::Internal,
+                "an instance is not in the registry",
+            )
+        })
+    }
+}
+
+fn is_event_stream(headers: &HeaderMap) -> bool {
+    headers
+        .get(CONTENT_TYPE)
+        .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"))
+}

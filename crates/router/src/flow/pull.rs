@@ -1,0 +1,297 @@
+//! Prefill first (`pull`): one request's way as a state machine. No async, no clock, no sockets: what
+//! happened goes in, what to do next comes out.
+//!
+//! ```text
+//! PickPair -> Prefill -> Decode -> Relay -> over
+//!     ^          |          |  ^
+//!     |  failed  |          |  +- failed before its first byte: another decode, same handle
+//!     +----------+----------+---- handoff lost: another pair, prompt computed again
+//! ```
+//!
+//! A request that one instance serves whole goes `PickWhole -> Decode -> Relay`.
+//!
+//! A handle that prefill gave out is released on every way out on which no decode instance has begun
+//! to answer. Release is idempotent at the instance, and a fetch that runs is not cut by it.
+
+use crate::policy::Tried;
+use crate::registry::InstanceId;
+
+/// How a request is served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// By a prefill and a decode instance.
+    Pair,
+    /// By one instance.
+    Whole,
+}
+
+/// What happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Event {
+    /// Answer to [`Do::PickPair`].
+    PickedPair {
+        prefill: InstanceId,
+        decode: InstanceId,
+    },
+    /// Answer to [`Do::PickDecode`] or [`Do::PickWhole`].
+    PickedOne(InstanceId),
+    /// No instance is left to pick.
+    NoneLeft,
+    /// Prefill answered; with a handle or without.
+    PrefillDone {
+        handle: bool,
+    },
+    PrefillFailed(Failure),
+    /// The first byte of a good answer is there.
+    DecodeStarted,
+    DecodeFailed(Failure),
+    /// The client has the whole answer.
+    StreamEnded,
+    /// Decode broke off after its first byte.
+    StreamBroke,
+    /// The client has closed its connection.
+    ClientGone,
+}
+
+/// How a leg failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Failure {
+    /// The request is at fault: the answer goes to the client.
+    Final,
+    /// The instance has no room: another may have.
+    Busy,
+    /// The instance has not seen the request.
+    Unreachable,
+    /// The instance failed.
+    Broke,
+    /// Decode could not get the KV: the handle is of no use any more.
+    HandoffLost,
+}
+
+/// What to do next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Do {
+    PickPair,
+    /// Another decode instance that is compatible with this prefill.
+    PickDecode {
+        prefill: InstanceId,
+    },
+    PickWhole,
+    Prefill(InstanceId),
+    Decode {
+        to: InstanceId,
+        with_handle: bool,
+    },
+    /// Pass decode's bytes on.
+    Relay,
+    /// Answer the client with the error that was kept.
+    Refuse,
+    /// End the client's stream with an error.
+    BreakOff,
+    /// Nothing: whatever still runs is dropped.
+    Over,
+}
+
+/// What to do next, and whether the handle is released before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Step {
+    pub(crate) release: bool,
+    pub(crate) then: Do,
+}
+
+/// One request.
+#[derive(Debug)]
+pub(crate) struct PullFlow {
+    max_attempts: u32,
+    whole_may_help: bool,
+    state: State,
+    tried: Tried,
+    prefills: u32,
+    decodes: u32,
+    /// Every failed prefill so far had not seen the request.
+    only_unreachable: bool,
+    /// A handle is out that no decode instance has answered on.
+    held: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    PickingPair,
+    PickingDecode {
+        prefill: InstanceId,
+    },
+    PickingWhole,
+    Prefilling {
+        prefill: InstanceId,
+        decode: InstanceId,
+    },
+    Decoding {
+        prefill: Option<InstanceId>,
+        decode: InstanceId,
+    },
+    Relaying,
+    Over,
+}
+
+impl PullFlow {
+    /// `max_attempts` bounds the tries of each leg; `whole_may_help`: a single instance may serve the
+    /// request when no prefill instance can be reached.
+    pub(crate) fn start(way: Way, max_attempts: u32, whole_may_help: bool) -> (Self, Step) {
+        let (state, then) = match way {
+            Way::Pair => (State::PickingPair, Do::PickPair),
+            Way::Whole => (State::PickingWhole, Do::PickWhole),
+        };
+        let flow = Self {
+            max_attempts,
+            whole_may_help,
+            state,
+            tried: Tried::default(),
+            prefills: 0,
+            decodes: 0,
+            only_unreachable: true,
+            held: false,
+        };
+        (
+            flow,
+            Step {
+                release: false,
+                then,
+            },
+        )
+    }
+
+    /// What must not be picked again.
+    pub(crate) fn tried(&self) -> &Tried {
+        &self.tried
+    }
+
+    /// Was any instance asked?
+    pub(crate) fn sent_anything(&self) -> bool {
+        self.prefills + self.decodes > 0
+    }
+
+    /// Takes an event. One that does not fit the state ends the request with the kept error.
+    pub(crate) fn on(&mut self, event: Event) -> Step {
+        match (self.state, event) {
+            (State::Over, _) => Step {
+                release: false,
+                then: Do::Over,
+            },
+            (_, Event::ClientGone) => self.end(Do::Over),
+            (State::PickingPair, Event::PickedPair { prefill, decode }) => {
+                self.prefills += 1;
+                self.go(State::Prefilling { prefill, decode }, Do::Prefill(prefill))
+            }
+            (State::PickingPair, Event::NoneLeft) if self.may_serve_whole() => {
+                self.go(State::PickingWhole, Do::PickWhole)
+            }
+            (State::PickingDecode { prefill }, Event::PickedOne(decode)) => {
+                self.decode(Some(prefill), decode)
+            }
+            (State::PickingWhole, Event::PickedOne(decode)) => self.decode(None, decode),
+            (State::Prefilling { prefill, decode }, Event::PrefillDone { handle }) => {
+                self.held = handle;
+                self.decode(Some(prefill), decode)
+            }
+            (State::Prefilling { prefill, .. }, Event::PrefillFailed(failure)) => {
+                self.prefill_failed(prefill, failure)
+            }
+            (State::Decoding { .. }, Event::DecodeStarted) => {
+                self.held = false;
+                self.go(State::Relaying, Do::Relay)
+            }
+            (State::Decoding { prefill, decode }, Event::DecodeFailed(failure)) => {
+                self.decode_failed(prefill, decode, failure)
+            }
+            (State::Relaying, Event::StreamEnded) => self.end(Do::Over),
+            (State::Relaying, Event::StreamBroke) => self.end(Do::BreakOff),
+            _ => self.end(Do::Refuse),
+        }
+    }
+
+    fn prefill_failed(&mut self, prefill: InstanceId, failure: Failure) -> Step {
+        if failure == Failure::Final {
+            return self.end(Do::Refuse);
+        }
+        self.only_unreachable &= failure == Failure::Unreachable;
+        self.tried.prefill.push(prefill);
+        if self.prefills < self.max_attempts {
+            self.go(State::PickingPair, Do::PickPair)
+        } else if self.may_serve_whole() {
+            self.go(State::PickingWhole, Do::PickWhole)
+        } else {
+            self.end(Do::Refuse)
+        }
+    }
+
+    fn decode_failed(
+        &mut self,
+        prefill: Option<InstanceId>,
+        decode: InstanceId,
+        failure: Failure,
+    ) -> Step {
+        match (failure, prefill) {
+            (Failure::Final, _) => self.end(Do::Refuse),
+            (Failure::HandoffLost, Some(prefill)) if self.held => {
+                self.tried.pairs.push((prefill, decode));
+                if self.prefills < self.max_attempts && self.decodes < self.max_attempts {
+                    self.held = false;
+                    self.state = State::PickingPair;
+                    Step {
+                        release: true,
+                        then: Do::PickPair,
+                    }
+                } else {
+                    self.end(Do::Refuse)
+                }
+            }
+            _ => {
+                self.tried.decode.push(decode);
+                match prefill {
+                    _ if self.decodes >= self.max_attempts => self.end(Do::Refuse),
+                    Some(prefill) => {
+                        self.go(State::PickingDecode { prefill }, Do::PickDecode { prefill })
+                    }
+                    None => self.go(State::PickingWhole, Do::PickWhole),
+                }
+            }
+        }
+    }
+
+    fn decode(&mut self, prefill: Option<InstanceId>, to: InstanceId) -> Step {
+        self.decodes += 1;
+        let with_handle = self.held;
+        self.go(
+            State::Decoding {
+                prefill,
+                decode: to,
+            },
+            Do::Decode { to, with_handle },
+        )
+    }
+
+    /// A request that may have broken a prefill instance is not given to further ones as a whole.
+    fn may_serve_whole(&self) -> bool {
+        self.whole_may_help && self.only_unreachable && self.decodes == 0
+    }
+
+    fn go(&mut self, state: State, then: Do) -> Step {
+        self.state = state;
+        Step {
+            release: false,
+            then,
+        }
+    }
+
+    fn end(&mut self, then: Do) -> Step {
+        self.state = State::Over;
+        Step {
+            release: std::mem::take(&mut self.held),
+            then,
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "pull_tests.rs"]
+mod tests;

@@ -1,0 +1,243 @@
+use super::*;
+use proptest::prelude::*;
+
+const P1: InstanceId = InstanceId(0);
+const P2: InstanceId = InstanceId(1);
+const D1: InstanceId = InstanceId(2);
+const D2: InstanceId = InstanceId(3);
+
+fn picked(prefill: InstanceId, decode: InstanceId) -> Event {
+    Event::PickedPair { prefill, decode }
+}
+
+fn go(then: Do) -> Step {
+    Step {
+        release: false,
+        then,
+    }
+}
+
+fn decode(to: InstanceId, with_handle: bool) -> Step {
+    go(Do::Decode { to, with_handle })
+}
+
+#[test]
+fn the_plain_way_sends_each_leg_once() {
+    let (mut flow, first) = PullFlow::start(Way::Pair, 3, false);
+    assert_eq!(first, go(Do::PickPair));
+    assert_eq!(flow.on(picked(P1, D1)), go(Do::Prefill(P1)));
+    assert_eq!(
+        flow.on(Event::PrefillDone { handle: true }),
+        decode(D1, true)
+    );
+    assert_eq!(flow.on(Event::DecodeStarted), go(Do::Relay));
+    assert_eq!(flow.on(Event::StreamEnded), go(Do::Over));
+}
+
+#[test]
+fn decode_that_fails_before_its_first_byte_does_not_cost_another_prefill() {
+    let (mut flow, _) = PullFlow::start(Way::Pair, 3, false);
+    flow.on(picked(P1, D1));
+    flow.on(Event::PrefillDone { handle: true });
+    assert_eq!(
+        flow.on(Event::DecodeFailed(Failure::Broke)),
+        go(Do::PickDecode { prefill: P1 })
+    );
+    assert_eq!(flow.tried().decode, vec![D1]);
+    assert_eq!(flow.on(Event::PickedOne(D2)), decode(D2, true));
+    assert_eq!(flow.on(Event::DecodeStarted), go(Do::Relay));
+}
+
+#[test]
+fn a_request_that_decode_refuses_releases_prefill() {
+    let (mut flow, _) = PullFlow::start(Way::Pair, 3, false);
+    flow.on(picked(P1, D1));
+    flow.on(Event::PrefillDone { handle: true });
+    let step = flow.on(Event::DecodeFailed(Failure::Final));
+    assert_eq!(
+        step,
+        Step {
+            release: true,
+            then: Do::Refuse
+        }
+    );
+}
+
+#[test]
+fn a_lost_handoff_computes_the_prompt_again_elsewhere() {
+    let (mut flow, _) = PullFlow::start(Way::Pair, 3, false);
+    flow.on(picked(P1, D1));
+    flow.on(Event::PrefillDone { handle: true });
+    let step = flow.on(Event::DecodeFailed(Failure::HandoffLost));
+    assert_eq!(
+        step,
+        Step {
+            release: true,
+            then: Do::PickPair
+        }
+    );
+    assert_eq!(flow.tried().pairs, vec![(P1, D1)]);
+    assert_eq!(flow.on(picked(P2, D1)), go(Do::Prefill(P2)));
+}
+
+#[test]
+fn without_handle_decode_gets_none_and_nothing_is_released() {
+    let (mut flow, _) = PullFlow::start(Way::Pair, 3, false);
+    flow.on(picked(P1, D1));
+    assert_eq!(
+        flow.on(Event::PrefillDone { handle: false }),
+        decode(D1, false)
+    );
+    assert_eq!(flow.on(Event::ClientGone), go(Do::Over));
+}
+
+#[test]
+fn one_instance_serves_whole_only_when_no_prefill_has_seen_the_request() {
+    for (failure, then) in [
+        (Failure::Unreachable, Do::PickWhole),
+        (Failure::Broke, Do::Refuse),
+    ] {
+        let (mut flow, _) = PullFlow::start(Way::Pair, 3, true);
+        flow.on(picked(P1, D1));
+        assert_eq!(flow.on(Event::PrefillFailed(failure)), go(Do::PickPair));
+        assert_eq!(flow.on(Event::NoneLeft), go(then));
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Happens {
+    Good,
+    Bare,
+    Fails(Failure),
+    Gone,
+}
+
+fn happens() -> impl Strategy<Value = Happens> {
+    let failure = prop_oneof![
+        Just(Failure::Final),
+        Just(Failure::Busy),
+        Just(Failure::Unreachable),
+        Just(Failure::Broke),
+        Just(Failure::HandoffLost),
+    ];
+    prop_oneof![
+        3 => Just(Happens::Good),
+        1 => Just(Happens::Bare),
+        4 => failure.prop_map(Happens::Fails),
+        1 => Just(Happens::Gone),
+    ]
+}
+
+proptest! {
+    /// Whatever happens in whatever order: each handle is either answered on or released, once; no
+    /// instance is asked twice where it failed; tries are bounded; the request ends.
+    #[test]
+    fn every_schedule_ends_with_nothing_held(
+        pair in any::<bool>(),
+        whole_may_help in any::<bool>(),
+        max_attempts in 1u32..5,
+        schedule in proptest::collection::vec((happens(), any::<proptest::sample::Index>()), 60),
+    ) {
+        let way = if pair { Way::Pair } else { Way::Whole };
+        let (mut flow, mut step) = PullFlow::start(way, max_attempts, whole_may_help);
+        let prefills: Vec<_> = (0..3).map(InstanceId).collect();
+        let decodes: Vec<_> = (3..6).map(InstanceId).collect();
+        let mut holding: Option<InstanceId> = None;
+        let mut last_prefill = None;
+        let (mut sent_prefill, mut sent_decode) = (0, 0);
+        let mut ended = false;
+        for (what, index) in schedule {
+            if step.release {
+                prop_assert!(holding.take().is_some(), "nothing to release");
+            }
+            let event = match step.then {
+                Do::Over | Do::Refuse | Do::BreakOff => {
+                    ended = true;
+                    break;
+                }
+                _ if matches!(what, Happens::Gone) => Event::ClientGone,
+                Do::PickPair => {
+                    prop_assert!(holding.is_none());
+                    let tried = flow.tried();
+                    let open: Vec<_> = prefills.iter().flat_map(|p| decodes.iter().map(move |d| (*p, *d)))
+                        .filter(|pair| !tried.pairs.contains(pair) && !tried.prefill.contains(&pair.0) && !tried.decode.contains(&pair.1))
+                        .collect();
+                    if open.is_empty() { Event::NoneLeft } else {
+                        let (prefill, decode) = *index.get(&open);
+                        Event::PickedPair { prefill, decode }
+                    }
+                }
+                Do::PickDecode { .. } | Do::PickWhole => {
+                    let open: Vec<_> = decodes.iter().filter(|d| !flow.tried().decode.contains(d)).collect();
+                    if open.is_empty() { Event::NoneLeft } else { Event::PickedOne(**index.get(&open)) }
+                }
+                Do::Prefill(to) => {
+                    sent_prefill += 1;
+                    prop_assert!(!flow.tried().prefill.contains(&to));
+                    last_prefill = Some(to);
+                    match what {
+                        Happens::Good => {
+                            holding = Some(to);
+                            Event::PrefillDone { handle: true }
+                        }
+                        Happens::Bare => Event::PrefillDone { handle: false },
+                        Happens::Fails(Failure::HandoffLost) => Event::PrefillFailed(Failure::Broke),
+                        Happens::Fails(failure) => Event::PrefillFailed(failure),
+                        Happens::Gone => Event::ClientGone,
+                    }
+                }
+                Do::Decode { to, with_handle } => {
+                    sent_decode += 1;
+                    prop_assert!(!flow.tried().decode.contains(&to));
+                    prop_assert_eq!(with_handle, holding.is_some());
+                    if with_handle {
+                        prop_assert_eq!(holding, last_prefill);
+                    }
+                    match what {
+                        Happens::Good | Happens::Bare => {
+                            holding = None;
+                            Event::DecodeStarted
+                        }
+                        Happens::Fails(failure) => Event::DecodeFailed(failure),
+                        Happens::Gone => Event::ClientGone,
+                    }
+                }
+                Do::Relay => match what {
+                    Happens::Fails(_) => Event::StreamBroke,
+                    _ => Event::StreamEnded,
+                },
+            };
+            step = flow.on(event);
+        }
+        prop_assert!(ended, "the request does not end");
+        prop_assert!(holding.is_none(), "a handle is left");
+        prop_assert!(sent_prefill <= max_attempts && sent_decode <= max_attempts);
+        prop_assert_eq!(flow.on(Event::ClientGone), go(Do::Over));
+    }
+
+    /// Events that do not fit never panic and never release twice.
+    #[test]
+    fn any_events_release_at_most_what_was_held(
+        events in proptest::collection::vec(prop_oneof![
+            Just(picked(P1, D1)),
+            Just(Event::PickedOne(D2)),
+            Just(Event::NoneLeft),
+            Just(Event::PrefillDone { handle: true }),
+            Just(Event::PrefillFailed(Failure::Broke)),
+            Just(Event::DecodeStarted),
+            Just(Event::DecodeFailed(Failure::HandoffLost)),
+            Just(Event::StreamEnded),
+            Just(Event::StreamBroke),
+            Just(Event::ClientGone),
+        ], 0..40),
+    ) {
+        let (mut flow, _) = PullFlow::start(Way::Pair, 3, true);
+        let mut handles = 0;
+        let mut released = 0;
+        for event in events {
+            handles += u32::from(event == Event::PrefillDone { handle: true });
+            released += u32::from(flow.on(event).release);
+            prop_assert!(released <= handles);
+        }
+    }
+}

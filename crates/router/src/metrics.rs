@@ -1,0 +1,185 @@
+//! The router's metrics. Labels have a fixed set of values: instances as configured, routes of the
+//! table, statuses, classes and reasons.
+
+use crate::instances::InstanceSpec;
+use prometheus_client::encoding::EncodeLabelSet;
+use twinfer_http::{Counter, Family, Gauge, Histogram, Metrics, SECONDS_TTFT};
+
+/// Why a request took its way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Decision {
+    /// A prefill and a decode instance, KV handed over.
+    Pair,
+    /// Prefill gave no handle: decode computed the prompt again.
+    NoHandle,
+    /// Several prompts in one request: a handle covers one.
+    SeveralPrompts,
+    /// A colocated instance: there is no pair.
+    Both,
+    /// A decode instance alone: no prefill instance is up.
+    WithoutPrefill,
+    /// Nothing could serve it.
+    None,
+}
+
+/// Parts of the time to the first byte.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Leg {
+    Prefill,
+    Decode,
+    Total,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct InstanceLabels {
+    instance: String,
+    role: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RequestLabels {
+    route: &'static str,
+    status: u16,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct CodeLabels {
+    code: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct DecisionLabels {
+    reason: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct LegLabels {
+    leg: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct OutcomeLabels {
+    outcome: &'static str,
+}
+
+/// Handles of all metrics.
+pub(crate) struct RouterMetrics {
+    metrics: Metrics,
+    pub(crate) requests_in_flight: Gauge,
+    in_flight: Family<InstanceLabels, Gauge>,
+    up: Family<InstanceLabels, Gauge>,
+    requests: Family<RequestLabels, Counter>,
+    errors: Family<CodeLabels, Counter>,
+    decisions: Family<DecisionLabels, Counter>,
+    retries: Family<LegLabels, Counter>,
+    releases: Family<OutcomeLabels, Counter>,
+    first_byte: Family<LegLabels, Histogram>,
+}
+
+impl Decision {
+    pub(crate) const fn as_str(self) -> &'static str {
+        match self {
+            Self::Pair => "pair",
+            Self::NoHandle => "no_handle",
+            Self::SeveralPrompts => "several_prompts",
+            Self::Both => "both",
+            Self::WithoutPrefill => "without_prefill",
+            Self::None => "none",
+        }
+    }
+}
+
+impl Leg {
+    const fn as_str(self) -> &'static str {
+        match self {
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+            Self::Total => "total",
+        }
+    }
+}
+
+impl RouterMetrics {
+    pub(crate) fn new() -> Self {
+        let metrics = Metrics::new();
+        Self {
+            requests_in_flight: metrics
+                .gauge("twinfer_router_requests_in_flight", "Requests whose answer has not ended"),
+            in_flight: metrics
+                .gauges("twinfer_router_in_flight", "Requests in flight at an instance, by its role"),
+            up: metrics.gauges("twinfer_router_instance_up", "1 while an instance is used"),
+            requests: metrics.counters("twinfer_router_requests_total", "Answers by route and status"),
+            errors: metrics.counters(
+                "twinfer_router_errors_total",
+                "Errors that the router made or passed on as its own, in answers and in streams, by code",
+            ),
+            decisions: metrics
+                .counters("twinfer_router_pd_decision_total", "Ways that requests took, by reason"),
+            retries: metrics
+                .counters("twinfer_router_retries_total", "Legs sent to a further instance, by leg"),
+            releases: metrics.counters(
+                "twinfer_router_kv_releases_total",
+                "Handles given back because decode did not fetch, by outcome",
+            ),
+            first_byte: metrics.histograms(
+                "twinfer_router_time_to_first_byte_seconds",
+                "Time to the first byte for the client, and its parts by leg",
+                || Histogram::new(SECONDS_TTFT),
+            ),
+            metrics,
+        }
+    }
+
+    pub(crate) fn encode(&self) -> String {
+        self.metrics.encode()
+    }
+
+    /// The gauges of an instance: in flight, and up.
+    pub(crate) fn of_instance(&self, spec: &InstanceSpec) -> (Gauge, Gauge) {
+        // By address: it does not change when the instance tells its name.
+        let labels = InstanceLabels {
+            instance: spec.endpoint.host_port().to_string(),
+            role: spec.role.as_str(),
+        };
+        (
+            self.in_flight.get_or_create_owned(&labels),
+            self.up.get_or_create_owned(&labels),
+        )
+    }
+
+    pub(crate) fn answered(&self, route: &'static str, status: u16) {
+        self.requests
+            .get_or_create(&RequestLabels { route, status })
+            .inc();
+    }
+
+    pub(crate) fn error(&self, code: &'static str) {
+        self.errors.get_or_create(&CodeLabels { code }).inc();
+    }
+
+    pub(crate) fn decided(&self, reason: Decision) {
+        self.decisions
+            .get_or_create(&DecisionLabels {
+                reason: reason.as_str(),
+            })
+            .inc();
+    }
+
+    pub(crate) fn retried(&self, leg: Leg) {
+        self.retries
+            .get_or_create(&LegLabels { leg: leg.as_str() })
+            .inc();
+    }
+
+    pub(crate) fn released(&self, outcome: &'static str) {
+        self.releases
+            .get_or_create(&OutcomeLabels { outcome })
+            .inc();
+    }
+
+    pub(crate) fn first_byte(&self, leg: Leg, seconds: f64) {
+        self.first_byte
+            .get_or_create(&LegLabels { leg: leg.as_str() })
+            .observe(seconds);
+    }
+}

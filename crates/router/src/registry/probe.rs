@@ -1,0 +1,163 @@
+//! Active probes: is an instance ready, and what is it?
+
+use super::{Facts, Instance, InstanceId, Registry, Signal};
+use crate::upstream::Upstream;
+use bytes::Bytes;
+use http::StatusCode;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+use twinfer_http::TransportError;
+use twinfer_protocol::{InstanceCard, Role};
+
+/// For one request of a probe.
+const PROBE_LIMIT: Duration = Duration::from_secs(5);
+/// Pause between probes of an instance that has never been up.
+const FIRST_PAUSE: Duration = Duration::from_millis(200);
+/// Pause between two probes in any case.
+const LEAST_PAUSE: Duration = Duration::from_millis(20);
+/// Largest answer to a probe.
+const MAX_ANSWER: usize = 1 << 20;
+/// An instance that is up is asked again what it is with every so many probes.
+const ASK_AGAIN: u32 = 16;
+
+/// Probes every instance until dropped.
+pub(crate) async fn probe_all(registry: Arc<Registry>, upstream: Upstream, interval: Duration) {
+    let mut probes = JoinSet::new();
+    for instance in registry.instances() {
+        probes.spawn(probe_one(
+            Arc::clone(&registry),
+            upstream.clone(),
+            instance.id,
+            interval,
+        ));
+    }
+    while probes.join_next().await.is_some() {}
+}
+
+async fn probe_one(
+    registry: Arc<Registry>,
+    upstream: Upstream,
+    id: InstanceId,
+    interval: Duration,
+) {
+    let Some(instance) = registry.get(id) else {
+        return;
+    };
+    let mut round = 0u32;
+    loop {
+        let (was_up, ever_up) = {
+            let health = instance.health.lock();
+            (health.is_up(), health.ever_up())
+        };
+        let ask = !was_up || round.is_multiple_of(ASK_AGAIN);
+        let signal = match probe(instance, &upstream, ask).await {
+            Ok(facts) => {
+                if let Some(facts) = facts {
+                    registry.learn(id, facts);
+                }
+                Signal::Ready
+            }
+            Err(signal) => signal,
+        };
+        registry.signal(id, signal);
+        round = round.wrapping_add(1);
+        let pause = if ever_up {
+            interval
+        } else {
+            interval.min(FIRST_PAUSE)
+        };
+        // However many requests ask for a probe, there is some time between two.
+        sleep(LEAST_PAUSE.min(pause)).await;
+        let _ = timeout(pause.saturating_sub(LEAST_PAUSE), instance.poke.notified()).await;
+    }
+}
+
+async fn probe(
+    instance: &Instance,
+    upstream: &Upstream,
+    ask: bool,
+) -> Result<Option<Facts>, Signal> {
+    let get = async |path: &str| {
+        let answer = upstream
+            .get(&instance.spec.endpoint, path, MAX_ANSWER, PROBE_LIMIT)
+            .await;
+        answer.map_err(|error| match error {
+            TransportError::Refused { .. } | TransportError::Unresolved { .. } => {
+                Signal::ProbeRefused(error.to_string())
+            }
+            _ => Signal::ProbeSilent(error.to_string()),
+        })
+    };
+    let (mut status, mut body) = get("/ready").await?;
+    let mut path = "/ready";
+    if status == StatusCode::NOT_FOUND {
+        path = "/health";
+        (status, body) = get(path).await?;
+    }
+    if !status.is_success() {
+        return Err(Signal::NotReady(format!(
+            "{path} answers {}{}",
+            status.as_u16(),
+            reason(&body)
+        )));
+    }
+    if !ask {
+        return Ok(None);
+    }
+    let (status, body) = get("/twinfer/instance").await?;
+    let card = match status {
+        StatusCode::OK => Some(
+            serde_json::from_slice::<InstanceCard>(&body)
+                .map_err(|e| Signal::NotReady(format!("/twinfer/instance makes no sense: {e}")))?,
+        ),
+        StatusCode::NOT_FOUND => None,
+        StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
+            return Err(Signal::NotReady(
+                "it refuses the router's peer key".to_owned(),
+            ));
+        }
+        other => {
+            return Err(Signal::NotReady(format!(
+                "/twinfer/instance answers {}",
+                other.as_u16()
+            )));
+        }
+    };
+    if let Some(card) = &card {
+        let fits = match instance.spec.role {
+            Role::Both => card.role == Role::Both,
+            Role::Prefill => card.role.can_prefill(),
+            Role::Decode => card.role.can_decode(),
+        };
+        if !fits {
+            let message = format!(
+                "its role is {}, the router has it as {}",
+                card.role, instance.spec.role
+            );
+            return Err(Signal::NotReady(message));
+        }
+    }
+    let (status, models) = get("/v1/models").await?;
+    if !status.is_success() {
+        return Err(Signal::NotReady(format!(
+            "/v1/models answers {}",
+            status.as_u16()
+        )));
+    }
+    let address = instance.spec.endpoint.host_port().to_string();
+    Facts::read(&models, card.as_ref(), &address)
+        .map(Some)
+        .map_err(Signal::NotReady)
+}
+
+/// The message of an error answer, shortened.
+fn reason(body: &Bytes) -> String {
+    let body: twinfer_protocol::ErrorBody = match serde_json::from_slice(body) {
+        Ok(body) => body,
+        Err(_) => return String::new(),
+    };
+    let message: String = body.error.message.chars().take(200).collect();
+    format!(": {message}")
+}

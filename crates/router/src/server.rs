@@ -1,0 +1,337 @@
+//! Routes of the router.
+
+use crate::answer::RouterBody;
+use crate::body::JsonObject;
+use crate::flow::{Ask, Exchange, Permit, Shared};
+use crate::headers::RequestId;
+use bytes::Bytes;
+use http::header::{ALLOW, CONTENT_TYPE, HeaderValue};
+use http::{HeaderMap, Method, Request, Response, StatusCode};
+use http_body_util::{Either, Full};
+use hyper::body::Incoming;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+use twinfer_config::WithoutPrefill;
+use twinfer_http::{
+    Drain, METRICS_CONTENT_TYPE, Secret, check_bearer, check_content_type, error_response,
+    read_body,
+};
+use twinfer_protocol::{ApiError, ErrorKind, Role};
+
+/// For the body of a request to arrive.
+const BODY_LIMIT: Duration = Duration::from_secs(60);
+/// Bodies above this are cut on a thread of their own, so that others do not wait for it.
+const INLINE: usize = 1 << 20;
+
+/// What the routes need.
+pub(crate) struct Server {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) drain: Drain,
+    pub(crate) client_key: Option<Secret>,
+    pub(crate) max_body_bytes: u64,
+}
+
+/// A route. Names are labels of metrics.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Route {
+    Completions,
+    Chat,
+    Tokenize,
+    Detokenize,
+    Models,
+    Health,
+    Ready,
+    Metrics,
+    HealthCheck,
+}
+
+impl Route {
+    const ALL: [Self; 9] = [
+        Self::Completions,
+        Self::Chat,
+        Self::Tokenize,
+        Self::Detokenize,
+        Self::Models,
+        Self::Health,
+        Self::Ready,
+        Self::Metrics,
+        Self::HealthCheck,
+    ];
+
+    const fn path(self) -> &'static str {
+        match self {
+            Self::Completions => "/v1/completions",
+            Self::Chat => "/v1/chat/completions",
+            Self::Tokenize => "/tokenize",
+            Self::Detokenize => "/detokenize",
+            Self::Models => "/v1/models",
+            Self::Health => "/health",
+            Self::Ready => "/ready",
+            Self::Metrics => "/metrics",
+            // As the public proxies name it.
+            Self::HealthCheck => "/healthcheck",
+        }
+    }
+
+    const fn is_post(self) -> bool {
+        matches!(
+            self,
+            Self::Completions | Self::Chat | Self::Tokenize | Self::Detokenize
+        )
+    }
+
+    const fn is_open(self) -> bool {
+        matches!(
+            self,
+            Self::Health | Self::Ready | Self::Metrics | Self::HealthCheck
+        )
+    }
+}
+
+/// Paths that are served while the router drains.
+pub(crate) fn is_control(path: &str) -> bool {
+    Route::ALL
+        .iter()
+        .any(|route| route.is_open() && route.path() == path)
+}
+
+impl Server {
+    /// Answers one request.
+    pub(crate) async fn serve(self: Arc<Self>, request: Request<Incoming>) -> Response<RouterBody> {
+        let path = request.uri().path();
+        let Some(route) = Route::ALL.into_iter().find(|route| route.path() == path) else {
+            let shown: String = path.chars().take(100).collect();
+            let error = ApiError::new(
+                ErrorKind::NotFound,
+                format!("no route {} {shown}", request.method()),
+            );
+            return self.refuse("unknown", &error);
+        };
+        let response = match self.checked(route, request).await {
+            Ok(response) => response,
+            Err(error) => return self.refuse(route.path(), &error),
+        };
+        self.shared
+            .metrics
+            .answered(route.path(), response.status().as_u16());
+        response
+    }
+
+    async fn checked(
+        &self,
+        route: Route,
+        request: Request<Incoming>,
+    ) -> Result<Response<RouterBody>, ApiError> {
+        if !route.is_open() {
+            check_bearer(request.headers(), self.client_key.as_ref())?;
+        }
+        let method = request.method();
+        let fits = if route.is_post() {
+            method == Method::POST
+        } else {
+            method == Method::GET || method == Method::HEAD
+        };
+        if !fits {
+            let message = format!("{} does not take {method}", route.path());
+            let mut response =
+                error_response::<Full<Bytes>>(&ApiError::new(ErrorKind::MethodNotAllowed, message));
+            let allowed = if route.is_post() { "POST" } else { "GET, HEAD" };
+            response
+                .headers_mut()
+                .insert(ALLOW, HeaderValue::from_static(allowed));
+            self.shared
+                .metrics
+                .error(ErrorKind::MethodNotAllowed.code());
+            return Ok(response.map(Either::Left));
+        }
+        Ok(match route {
+            Route::Health => json_response(&json!({"status": "ok"})),
+            Route::Ready => json_response(&self.ready()?),
+            Route::Metrics => {
+                text_response(METRICS_CONTENT_TYPE, self.shared.metrics.encode().into())
+            }
+            Route::HealthCheck => json_response(&self.counts()),
+            Route::Models => json_response(&self.models()),
+            Route::Completions | Route::Chat | Route::Tokenize | Route::Detokenize => {
+                return self.forward(route, request).await;
+            }
+        })
+    }
+
+    async fn forward(
+        &self,
+        route: Route,
+        request: Request<Incoming>,
+    ) -> Result<Response<RouterBody>, ApiError> {
+        let permit = Permit::take(&self.shared)?;
+        let (parts, body) = request.into_parts();
+        check_content_type(&parts.headers)?;
+        let bytes = read_body(&parts.headers, body, self.max_body_bytes, BODY_LIMIT)
+            .await
+            .inspect_err(|error| {
+                if error.kind == ErrorKind::PayloadTooLarge {
+                    tracing::warn!(path = route.path(), %error, "body refused");
+                }
+            })?;
+        let object = if bytes.len() > INLINE {
+            let cut = tokio::task::spawn_blocking(move || JsonObject::parse(bytes)).await;
+            cut.map_err(|_| ApiError::new(ErrorKind::Internal, "the body could not be read"))??
+        } else {
+            JsonObject::parse(bytes)?
+        };
+        check_fields(route, &object)?;
+        let id = RequestId::new(&parts.headers);
+        let ask = Ask {
+            path: route.path(),
+            model: self.model(&object)?,
+            object,
+            headers: parts.headers,
+            generates: matches!(route, Route::Completions | Route::Chat),
+        };
+        Ok(Exchange::run(Arc::clone(&self.shared), id, ask, permit).await)
+    }
+
+    /// The model that a body names; the only one that is served if it names none.
+    fn model(&self, object: &JsonObject) -> Result<String, ApiError> {
+        match object.get("model").filter(|text| *text != "null") {
+            Some(text) => match object.string("model") {
+                Some(model) => Ok(model.into_owned()),
+                None => {
+                    let shown: String = text.chars().take(50).collect();
+                    Err(ApiError::invalid(
+                        "model",
+                        format!("model is {shown}; a string is expected"),
+                    ))
+                }
+            },
+            None => {
+                let table = self.shared.registry.table();
+                let mut names = table.models.keys();
+                match (names.next(), names.next()) {
+                    (Some(only), None) => Ok(only.clone()),
+                    (Some(_), Some(_)) => Err(ApiError::invalid(
+                        "model",
+                        "model is missing; several are served",
+                    )),
+                    (None, _) => Err(self.shared.registry.nothing_up("")),
+                }
+            }
+        }
+    }
+
+    fn ready(&self) -> Result<Value, ApiError> {
+        if !self.drain.is_serving() {
+            return Err(self.drain.refusal());
+        }
+        let registry = &self.shared.registry;
+        let alone = self.shared.without_prefill == WithoutPrefill::Decode;
+        let table = registry.table();
+        let serves = table.models.values().any(|pools| {
+            pools.has_pair() || !pools.both.is_empty() || (alone && !pools.decode.is_empty())
+        });
+        if serves {
+            Ok(json!({"status": "ready"}))
+        } else {
+            Err(ApiError::new(
+                ErrorKind::NotReady,
+                format!("no set of instances can serve: {}", registry.state()),
+            ))
+        }
+    }
+
+    fn counts(&self) -> Value {
+        let of_role = |role| {
+            self.shared
+                .registry
+                .instances()
+                .iter()
+                .filter(|i| i.spec.role == role)
+                .count()
+        };
+        json!({
+            "status": "ok",
+            "prefill_instances": of_role(Role::Prefill),
+            "decode_instances": of_role(Role::Decode),
+            "request_num": self.shared.in_flight.load(std::sync::atomic::Ordering::Acquire),
+        })
+    }
+
+    /// One entry per model, as decode has it, with the context that every instance of the model allows.
+    fn models(&self) -> Value {
+        let registry = &self.shared.registry;
+        let mut entries: BTreeMap<String, (Value, Option<u64>)> = BTreeMap::new();
+        let used = |instance: &&crate::registry::Instance| instance.problem().is_none();
+        let prefill_last = [Role::Both, Role::Decode, Role::Prefill];
+        for role in prefill_last {
+            for instance in registry
+                .instances()
+                .iter()
+                .filter(|i| i.spec.role == role)
+                .filter(used)
+            {
+                let Some(facts) = instance.facts.load_full() else {
+                    continue;
+                };
+                for model in &facts.models {
+                    let entry = entries
+                        .entry(model.id.clone())
+                        .or_insert_with(|| (model.entry.clone(), None));
+                    entry.1 = entry.1.into_iter().chain(model.max_model_len).min();
+                }
+            }
+        }
+        let data: Vec<Value> = entries
+            .into_values()
+            .map(|(mut entry, max_model_len)| {
+                if let (Some(object), Some(limit)) = (entry.as_object_mut(), max_model_len) {
+                    object.insert("max_model_len".to_owned(), limit.into());
+                }
+                entry
+            })
+            .collect();
+        json!({"object": "list", "data": data})
+    }
+
+    fn refuse(&self, route: &'static str, error: &ApiError) -> Response<RouterBody> {
+        self.shared.metrics.answered(route, error.kind.status());
+        self.shared.metrics.error(error.kind.code());
+        error_response::<Full<Bytes>>(error).map(Either::Left)
+    }
+}
+
+/// What every instance would refuse is refused before any is asked.
+fn check_fields(route: Route, object: &JsonObject) -> Result<(), ApiError> {
+    let present = |name: &str| object.get(name).filter(|text| *text != "null");
+    match route {
+        Route::Chat => match present("messages") {
+            None => Err(ApiError::invalid(
+                "messages",
+                "messages is missing; a list is expected",
+            )),
+            Some(text) if !text.starts_with('[') => {
+                Err(ApiError::invalid("messages", "messages is no list"))
+            }
+            Some(_) => Ok(()),
+        },
+        Route::Completions if present("prompt").is_none() => Err(ApiError::invalid(
+            "prompt",
+            "prompt is missing; a string or token ids are expected",
+        )),
+        _ => Ok(()),
+    }
+}
+
+fn json_response(value: &Value) -> Response<RouterBody> {
+    text_response("application/json", value.to_string().into())
+}
+
+fn text_response(content_type: &'static str, body: Bytes) -> Response<RouterBody> {
+    let mut headers = HeaderMap::new();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
+    let mut response = Response::new(Either::Left(Full::new(body)));
+    *response.status_mut() = StatusCode::OK;
+    *response.headers_mut() = headers;
+    response
+}

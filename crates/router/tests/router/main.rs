@@ -1,0 +1,4 @@
+//! The router before fake workers, over real sockets on loopback.
+
+mod common;
+mod pair;
