@@ -7,12 +7,16 @@ mod diagnostic;
 mod example;
 mod facts;
 mod file;
+mod launch;
 mod load;
+mod logs;
 mod plan;
 mod ports;
+mod ready;
 mod resolve;
 mod schema;
 mod source;
+mod supervise;
 
 pub use diagnostic::{Diagnostic, Diagnostics, Place};
 pub use example::{example, schema};
@@ -21,6 +25,8 @@ pub use file::{
     Connector, CoreSet, DeploymentFile, Engine, HandoffSpec, InstanceSpec, ModelSpec, NodeSpec,
     OneOrList, RouterSpec,
 };
+pub use launch::{SUPERVISOR_ENV, UpError, UpOptions, random_key, reachable_router_url, up};
 pub use load::{Deployment, LoadError};
+pub use logs::LogStyle;
 pub use plan::{Facts, Plan, PlannedInstance, PlannedRouter, PlannedVariable, shell_line};
 pub use resolve::resolve;

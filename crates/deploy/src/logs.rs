@@ -1,0 +1,165 @@
+//! Log lines of child processes: passed on with the child's name, the last ones kept.
+
+use parking_lot::Mutex;
+use std::collections::VecDeque;
+use std::io::Write;
+use std::sync::Arc;
+use tokio::io::{AsyncRead, AsyncReadExt};
+
+/// Where log lines go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LogStyle {
+    /// To standard error, the name in front.
+    Text,
+    /// To standard error as JSON objects with a field `instance`.
+    Json,
+    /// Nowhere; the last ones stand in the message when the child fails.
+    Quiet,
+}
+
+/// Longer lines are cut into pieces.
+const MAX_LINE: usize = 16 << 10;
+
+pub(crate) struct Logs {
+    children: Vec<Arc<ChildLog>>,
+    style: LogStyle,
+}
+
+struct ChildLog {
+    name: String,
+    width: usize,
+    kept: usize,
+    last: Mutex<VecDeque<String>>,
+}
+
+impl Logs {
+    pub(crate) fn new(names: Vec<String>, style: LogStyle, kept: usize) -> Self {
+        let width = names.iter().map(String::len).max().unwrap_or(0);
+        let child = |name| Arc::new(ChildLog { name, width, kept, last: Mutex::new(VecDeque::new()) });
+        Self { children: names.into_iter().map(child).collect(), style }
+    }
+
+    pub(crate) fn name(&self, child: usize) -> &str {
+        &self.children[child].name
+    }
+
+    /// The last lines of a child, indented, each after a line break.
+    pub(crate) fn last_lines(&self, child: usize) -> String {
+        let log = &self.children[child];
+        let last = log.last.lock();
+        if last.is_empty() {
+            return String::new();
+        }
+        let mut text = format!("\nlast lines of {}:", log.name);
+        for line in last.iter() {
+            text.push_str("\n  ");
+            text.push_str(line);
+        }
+        text
+    }
+
+    /// Reads a pipe to its end.
+    pub(crate) fn follow(&self, child: usize, pipe: impl AsyncRead + Unpin + Send + 'static) -> impl Future<Output = ()> + Send + 'static {
+        let (log, style) = (Arc::clone(&self.children[child]), self.style);
+        read_lines(pipe, move |line| log.take(line, style))
+    }
+}
+
+impl ChildLog {
+    fn take(&self, line: &str, style: LogStyle) {
+        let shown = match style {
+            LogStyle::Quiet => None,
+            LogStyle::Text => Some(format!("{:width$} | {line}\n", self.name, width = self.width)),
+            LogStyle::Json => Some(json_line(&self.name, line)),
+        };
+        if let Some(shown) = shown {
+            // One write per line, so that lines of several children do not mix. With standard error gone
+            // the deployment goes on.
+            let _ = std::io::stderr().lock().write_all(shown.as_bytes());
+        }
+        let mut last = self.last.lock();
+        if last.len() == self.kept {
+            last.pop_front();
+        }
+        last.push_back(line.to_owned());
+    }
+}
+
+fn json_line(name: &str, line: &str) -> String {
+    let name = serde_json::Value::from(name);
+    match serde_json::from_str::<serde_json::Value>(line) {
+        Ok(serde_json::Value::Object(mut object)) => {
+            object.insert("instance".to_owned(), name);
+            format!("{}\n", serde_json::Value::Object(object))
+        }
+        _ => format!("{}\n", serde_json::json!({ "instance": name, "message": line })),
+    }
+}
+
+/// Calls `each` with every line, without its end, as text.
+async fn read_lines(mut pipe: impl AsyncRead + Unpin, mut each: impl FnMut(&str)) {
+    let mut buffer = Vec::new();
+    let mut chunk = [0u8; 4096];
+    loop {
+        let read = match pipe.read(&mut chunk).await {
+            Ok(0) | Err(_) => break,
+            Ok(read) => read,
+        };
+        buffer.extend_from_slice(&chunk[..read]);
+        let mut start = 0;
+        while let Some(end) = buffer[start..].iter().position(|byte| *byte == b'\n') {
+            each(String::from_utf8_lossy(&buffer[start..start + end]).trim_end_matches('\r'));
+            start += end + 1;
+        }
+        buffer.drain(..start);
+        if buffer.len() >= MAX_LINE {
+            each(&String::from_utf8_lossy(&buffer));
+            buffer.clear();
+        }
+    }
+    if !buffer.is_empty() {
+        each(&String::from_utf8_lossy(&buffer));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lines(bytes: &[u8]) -> Vec<String> {
+        let mut found = Vec::new();
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(read_lines(bytes, |line| found.push(line.to_owned())));
+        found
+    }
+
+    #[test]
+    fn lines_come_whole_also_the_last_one_without_an_end() {
+        assert_eq!(lines(b"a\r\n\nb"), ["a", "", "b"]);
+        assert_eq!(lines(b""), Vec::<String>::new());
+        assert_eq!(lines(b"\xff\n"), ["\u{fffd}"]);
+    }
+
+    #[test]
+    fn a_line_without_end_does_not_grow_for_ever() {
+        let long = vec![b'x'; 3 * MAX_LINE];
+        let found = lines(&long);
+        assert!(found.len() >= 2);
+        assert_eq!(found.iter().map(String::len).sum::<usize>(), long.len());
+    }
+
+    #[test]
+    fn json_lines_carry_the_name() {
+        assert_eq!(json_line("p", "{\"a\":1}"), "{\"a\":1,\"instance\":\"p\"}\n");
+        assert_eq!(json_line("p", "plain"), "{\"instance\":\"p\",\"message\":\"plain\"}\n");
+    }
+
+    #[test]
+    fn only_the_last_lines_are_kept() {
+        let logs = Logs::new(vec!["p".to_owned()], LogStyle::Quiet, 2);
+        for line in ["1", "2", "3"] {
+            logs.children[0].take(line, LogStyle::Quiet);
+        }
+        assert_eq!(logs.last_lines(0), "\nlast lines of p:\n  2\n  3");
+    }
+}
