@@ -3,6 +3,7 @@
 use crate::exit;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
+use twinfer_config::{FakeConfig, LogFormat};
 
 /// Serves Mixture-of-Experts language models with prefill and decode together or apart.
 #[derive(Debug, Parser)]
@@ -31,6 +32,38 @@ Examples:
 Exit code 64 when the file is wrong; every mistake is shown with its line.")]
     Plan(PlanArgs),
 
+    /// Start a deployment on this machine, supervise it, stop it with Ctrl-C.
+    #[command(after_help = "\
+Examples:
+  twinfer up deploy.yaml
+  twinfer up deploy.yaml --log-format json 2> up.log
+
+Every port is checked before anything starts. Instances and router are child processes; their log lines go to standard
+error with the name in front. When one ends, all are stopped and the exit code is not 0. Ctrl-C or SIGTERM drains the
+router, then the instances; a second one ends them at once.
+
+Processes trust each other by the key in TWINFER_PEER_KEY; without one every start draws its own.")]
+    Up(UpArgs),
+
+    /// Show it: start the bundled model as one prefill and one decode instance, ask it a few questions.
+    #[command(after_help = "\
+Examples:
+  twinfer demo
+  twinfer demo --port 9000
+  twinfer demo --once && echo all answers are right
+
+Uses four ports on loopback: PORT for the router, then one each for prefill, its KV handoff, and decode. With --once the
+exit code is 0 only if every answer is right, and every prompt but its last token came by handoff.")]
+    Demo(DemoArgs),
+
+    /// Play an instance: answer as vLLM or twinfer do, with scripted times and faults.
+    #[command(after_help = "\
+Example: rehearse a router
+  twinfer fake --role prefill --port 8100 --ttft 0.2
+  twinfer fake --role decode --port 8200 --token-time 0.02 --fault 3=cut:100
+  twinfer router --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200")]
+    Fake(FakeArgs),
+
     /// Print an annotated deployment file.
     #[command(after_help = "Example:\n  twinfer init > deploy.yaml")]
     Init,
@@ -52,6 +85,58 @@ pub(crate) struct PlanArgs {
     pub(crate) json: bool,
 }
 
+/// Arguments of `up`.
+#[derive(Debug, Args)]
+pub(crate) struct UpArgs {
+    /// Deployment file.
+    #[arg(value_name = "FILE")]
+    pub(crate) file: PathBuf,
+
+    /// Seconds until every process must be ready.
+    #[arg(long, default_value_t = 600.0, value_parser = seconds)]
+    pub(crate) ready_timeout: f64,
+
+    /// Form of log lines.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) log_format: LogFormat,
+}
+
+/// Arguments of `demo`.
+#[derive(Debug, Args)]
+pub(crate) struct DemoArgs {
+    /// Port of the router; the three after it are used too.
+    #[arg(long, default_value_t = 8000, value_parser = clap::value_parser!(u16).range(1..=65532))]
+    pub(crate) port: u16,
+
+    /// Model directory, instead of the bundled model.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+
+    /// End after the questions; the exit code says whether all was right.
+    #[arg(long)]
+    pub(crate) once: bool,
+
+    /// Show the log lines of the processes.
+    #[arg(long)]
+    pub(crate) logs: bool,
+
+    /// Print the plan and end.
+    #[arg(long, conflicts_with_all = ["once", "logs"])]
+    pub(crate) print_plan: bool,
+
+    /// Print the plan as JSON.
+    #[arg(long, requires = "print_plan")]
+    pub(crate) json: bool,
+}
+
+/// Arguments of `fake`.
+#[derive(Debug, Args)]
+pub(crate) struct FakeArgs {
+    /// All of them.
+    #[command(flatten)]
+    pub(crate) config: FakeConfig,
+}
+
 /// Arguments of `reference`.
 #[derive(Debug, Args)]
 pub(crate) struct ReferenceArgs {
@@ -69,4 +154,11 @@ pub(crate) enum Page {
     Schema,
     /// docs/reference/deploy.example.yaml
     Example,
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value > 0.0 && value <= 86_400.0 => Ok(value),
+        _ => Err("allowed: a number of seconds above 0 and up to 86400".to_owned()),
+    }
 }

@@ -1,17 +1,40 @@
 //! One module per command.
 
+mod demo;
+mod fake;
 mod plan;
 mod reference;
+mod runtime;
+mod up;
 
 use crate::args::{Cli, Command};
-use crate::exit::Outcome;
+use crate::exit::{Code, Failure, Outcome};
 use crate::output;
 
 /// Runs what was typed.
 pub(crate) fn run(cli: Cli) -> Outcome {
     match cli.command {
         Command::Plan(args) => plan::run(&args),
+        Command::Up(args) => up::run(&args),
+        Command::Demo(args) => demo::run(&args),
+        Command::Fake(args) => fake::run(args),
         Command::Init => output::write(&twinfer_deploy::example()),
         Command::Reference(args) => reference::run(args.page),
     }
+}
+
+/// A process that `up` started ends with it, however that one ends.
+pub(crate) fn follow_supervisor() -> Outcome {
+    let Ok(text) = std::env::var(twinfer_deploy::SUPERVISOR_ENV) else {
+        return Ok(());
+    };
+    let name = twinfer_deploy::SUPERVISOR_ENV;
+    let parent: u32 = text.parse().map_err(|_| {
+        Failure::new(
+            Code::Usage,
+            format!("{name} is {text:?}; it is a process id"),
+        )
+    })?;
+    twinfer_sys::set_parent_death_signal(parent)
+        .map_err(|error| Failure::failed(format!("{name}: {error}")))
 }

@@ -18,6 +18,9 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
 fn main() -> ExitCode {
     exit::install_panic_hook();
+    if let Err(failure) = commands::follow_supervisor() {
+        return failure.report();
+    }
     let outcome = catch_unwind(AssertUnwindSafe(|| match args::Cli::try_parse() {
         Ok(cli) => commands::run(cli),
         Err(error) => usage(&error),

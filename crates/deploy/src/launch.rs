@@ -97,7 +97,8 @@ pub async fn up(
         ready: Some(ready),
     };
     let start = Instant::now();
-    let (mut machine, mut actions) = Supervisor::start(run.children.len(), limits(plan, options), Duration::ZERO);
+    let (mut machine, mut actions) =
+        Supervisor::start(run.children.len(), limits(plan, options), Duration::ZERO);
     let mut stops = *stop.borrow_and_update();
     let mut pending = stops;
     let ended = loop {
@@ -186,7 +187,9 @@ impl Run<'_> {
 
     fn signal(&mut self, child: usize, signal: Signal) -> Option<Event> {
         // A child that has ended meanwhile says so itself.
-        let _ = self.children[child].as_ref().map(|handle| pidfd_send_signal(handle, signal));
+        let _ = self.children[child]
+            .as_ref()
+            .map(|handle| pidfd_send_signal(handle, signal));
         None
     }
 
@@ -201,17 +204,33 @@ impl Run<'_> {
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
-        if let (Some(key), true) = (&self.options.peer_key, environment.iter().any(|variable| variable.name == PEER_KEY_ENV)) {
-            process.env(PEER_KEY_ENV, key).env_remove(PEER_KEY_ENV_COMPAT);
+        if let (Some(key), true) = (
+            &self.options.peer_key,
+            environment
+                .iter()
+                .any(|variable| variable.name == PEER_KEY_ENV),
+        ) {
+            process
+                .env(PEER_KEY_ENV, key)
+                .env_remove(PEER_KEY_ENV_COMPAT);
         }
         let mut child = process.spawn()?;
         // It has not been waited for, so the number is its own.
-        let pid = child.id().and_then(|pid| i32::try_from(pid).ok()).and_then(rustix::process::Pid::from_raw);
+        let pid = child
+            .id()
+            .and_then(|pid| i32::try_from(pid).ok())
+            .and_then(rustix::process::Pid::from_raw);
         let pid = pid.ok_or_else(|| std::io::Error::other("the process has no number"))?;
         self.children[index] = Some(pidfd_open(pid, PidfdFlags::empty())?);
         let mut outputs = JoinSet::new();
-        child.stdout.take().map(|pipe| outputs.spawn(self.logs.follow(index, pipe)));
-        child.stderr.take().map(|pipe| outputs.spawn(self.logs.follow(index, pipe)));
+        child
+            .stdout
+            .take()
+            .map(|pipe| outputs.spawn(self.logs.follow(index, pipe)));
+        child
+            .stderr
+            .take()
+            .map(|pipe| outputs.spawn(self.logs.follow(index, pipe)));
         self.watch(index, child, outputs);
         let (notes, url) = (self.notes.clone(), self.url(index));
         self.tasks.spawn(async move {
@@ -235,7 +254,10 @@ impl Run<'_> {
                 Ok(status) => exit_of(status),
                 Err(_) => Exit::Code(-1),
             };
-            let _ = timeout(OUTPUT_GRACE, async { while outputs.join_next().await.is_some() {} }).await;
+            let _ = timeout(OUTPUT_GRACE, async {
+                while outputs.join_next().await.is_some() {}
+            })
+            .await;
             let _ = notes.send(Note::Event(Event::Exited(index, exit))).await;
         });
     }
@@ -246,7 +268,8 @@ impl Run<'_> {
             None => (&self.plan.router.command, &self.plan.router.environment),
         };
         let mut command = command.clone();
-        if self.options.logs == LogStyle::Json && !command.iter().any(|word| word == "--log-format") {
+        if self.options.logs == LogStyle::Json && !command.iter().any(|word| word == "--log-format")
+        {
             command.extend(["--log-format".to_owned(), "json".to_owned()]);
         }
         (command, environment)
@@ -263,26 +286,53 @@ impl Run<'_> {
         self.tasks.abort_all();
         while self.tasks.join_next().await.is_some() {}
         let name = |child: usize| self.logs.name(child).to_owned();
-        let list = |children: &[usize]| children.iter().map(|&child| name(child)).collect::<Vec<_>>().join(", ");
+        let list = |children: &[usize]| {
+            children
+                .iter()
+                .map(|&child| name(child))
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
         let mut code = None;
         let mut message = String::new();
         match &ended.failure {
             None => {}
             Some(Cause::StartFailed(child, why)) => {
                 let program = self.options.program.display();
-                let _ = write!(message, "{} could not be started: {program}: {why}", name(*child));
+                let _ = write!(
+                    message,
+                    "{} could not be started: {program}: {why}",
+                    name(*child)
+                );
             }
-            Some(Cause::Died { child, exit, was_ready }) => {
+            Some(Cause::Died {
+                child,
+                exit,
+                was_ready,
+            }) => {
                 if let Exit::Code(number) = exit {
                     code = Some(*number);
                 }
-                let when = if *was_ready { "" } else { " before everything was ready" };
-                let _ = write!(message, "{} ended with {}{when}; all others were stopped", name(*child), exit_text(*exit));
+                let when = if *was_ready {
+                    ""
+                } else {
+                    " before everything was ready"
+                };
+                let _ = write!(
+                    message,
+                    "{} ended with {}{when}; all others were stopped",
+                    name(*child),
+                    exit_text(*exit)
+                );
                 message.push_str(&self.logs.last_lines(*child));
             }
             Some(Cause::NotReady(children)) => {
                 let seconds = self.options.ready_timeout.as_secs_f64();
-                let _ = write!(message, "not ready within {seconds} s: {}; all were stopped", list(children));
+                let _ = write!(
+                    message,
+                    "not ready within {seconds} s: {}; all were stopped",
+                    list(children)
+                );
                 for &child in children {
                     let why = &self.waiting[child];
                     if !why.is_empty() {
@@ -292,17 +342,34 @@ impl Run<'_> {
                 }
             }
             Some(Cause::BadDrain(child, exit)) => {
-                let _ = write!(message, "{} ended with {} while it drained", name(*child), exit_text(*exit));
+                let _ = write!(
+                    message,
+                    "{} ended with {} while it drained",
+                    name(*child),
+                    exit_text(*exit)
+                );
                 message.push_str(&self.logs.last_lines(*child));
             }
         }
         if !ended.left.is_empty() {
-            let _ = write!(message, "\nstill running although killed: {}", list(&ended.left));
+            let _ = write!(
+                message,
+                "\nstill running although killed: {}",
+                list(&ended.left)
+            );
         }
         if ended.failure.is_none() && !ended.killed.is_empty() {
-            let _ = write!(message, "did not end in time and had to be killed: {}", list(&ended.killed));
+            let _ = write!(
+                message,
+                "did not end in time and had to be killed: {}",
+                list(&ended.killed)
+            );
         }
-        if message.is_empty() { Ok(()) } else { Err(UpError::Failed { message, code }) }
+        if message.is_empty() {
+            Ok(())
+        } else {
+            Err(UpError::Failed { message, code })
+        }
     }
 }
 
@@ -330,7 +397,11 @@ pub fn random_key() -> Result<String, String> {
 }
 
 fn names(plan: &Plan) -> Vec<String> {
-    plan.instances.iter().map(|instance| instance.name.clone()).chain(["router".to_owned()]).collect()
+    plan.instances
+        .iter()
+        .map(|instance| instance.name.clone())
+        .chain(["router".to_owned()])
+        .collect()
 }
 
 fn exit_of(status: std::process::ExitStatus) -> Exit {
@@ -357,8 +428,15 @@ fn exit_text(exit: Exit) -> String {
 
 fn check_place(plan: &Plan) -> Result<(), UpError> {
     let mut elsewhere = Vec::new();
-    for instance in plan.instances.iter().filter(|instance| !is_local(&instance.host)) {
-        elsewhere.push(format!("instance {} is on node {} ({})", instance.name, instance.node, instance.host));
+    for instance in plan
+        .instances
+        .iter()
+        .filter(|instance| !is_local(&instance.host))
+    {
+        elsewhere.push(format!(
+            "instance {} is on node {} ({})",
+            instance.name, instance.node, instance.host
+        ));
     }
     if !is_local(&plan.router.host) {
         elsewhere.push(format!("the router is on {}", plan.router.host));
@@ -366,7 +444,10 @@ fn check_place(plan: &Plan) -> Result<(), UpError> {
     if elsewhere.is_empty() {
         return Ok(());
     }
-    Err(UpError::Place(format!("{}; `up` starts only what runs on this machine", elsewhere.join(", "))))
+    Err(UpError::Place(format!(
+        "{}; `up` starts only what runs on this machine",
+        elsewhere.join(", ")
+    )))
 }
 
 /// Every port of the plan must be free before anything is started; all that are not are named.
@@ -382,7 +463,11 @@ fn check_ports(plan: &Plan) -> Result<(), UpError> {
             Err(error) => problems.push(format!("port {port} on {host} ({what}): {error}")),
         }
     }
-    if problems.is_empty() { Ok(()) } else { Err(UpError::Ports(problems.join("\n"))) }
+    if problems.is_empty() {
+        Ok(())
+    } else {
+        Err(UpError::Ports(problems.join("\n")))
+    }
 }
 
 /// The drains that the processes were told, and some time to do it.
@@ -409,5 +494,7 @@ fn parsed<T: clap::Args>(command: &[String]) -> Option<T> {
 }
 
 fn seconds(value: f64) -> Duration {
-    Duration::try_from_secs_f64(value).unwrap_or_default().min(Duration::from_secs(86_400))
+    Duration::try_from_secs_f64(value)
+        .unwrap_or_default()
+        .min(Duration::from_secs(86_400))
 }

@@ -35,8 +35,18 @@ struct ChildLog {
 impl Logs {
     pub(crate) fn new(names: Vec<String>, style: LogStyle, kept: usize) -> Self {
         let width = names.iter().map(String::len).max().unwrap_or(0);
-        let child = |name| Arc::new(ChildLog { name, width, kept, last: Mutex::new(VecDeque::new()) });
-        Self { children: names.into_iter().map(child).collect(), style }
+        let child = |name| {
+            Arc::new(ChildLog {
+                name,
+                width,
+                kept,
+                last: Mutex::new(VecDeque::new()),
+            })
+        };
+        Self {
+            children: names.into_iter().map(child).collect(),
+            style,
+        }
     }
 
     pub(crate) fn name(&self, child: usize) -> &str {
@@ -59,7 +69,11 @@ impl Logs {
     }
 
     /// Reads a pipe to its end.
-    pub(crate) fn follow(&self, child: usize, pipe: impl AsyncRead + Unpin + Send + 'static) -> impl Future<Output = ()> + Send + 'static {
+    pub(crate) fn follow(
+        &self,
+        child: usize,
+        pipe: impl AsyncRead + Unpin + Send + 'static,
+    ) -> impl Future<Output = ()> + Send + 'static {
         let (log, style) = (Arc::clone(&self.children[child]), self.style);
         read_lines(pipe, move |line| log.take(line, style))
     }
@@ -69,7 +83,11 @@ impl ChildLog {
     fn take(&self, line: &str, style: LogStyle) {
         let shown = match style {
             LogStyle::Quiet => None,
-            LogStyle::Text => Some(format!("{:width$} | {line}\n", self.name, width = self.width)),
+            LogStyle::Text => Some(format!(
+                "{:width$} | {line}\n",
+                self.name,
+                width = self.width
+            )),
             LogStyle::Json => Some(json_line(&self.name, line)),
         };
         if let Some(shown) = shown {
@@ -92,7 +110,10 @@ fn json_line(name: &str, line: &str) -> String {
             object.insert("instance".to_owned(), name);
             format!("{}\n", serde_json::Value::Object(object))
         }
-        _ => format!("{}\n", serde_json::json!({ "instance": name, "message": line })),
+        _ => format!(
+            "{}\n",
+            serde_json::json!({ "instance": name, "message": line })
+        ),
     }
 }
 
@@ -128,7 +149,9 @@ mod tests {
 
     fn lines(bytes: &[u8]) -> Vec<String> {
         let mut found = Vec::new();
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .build()
+            .unwrap();
         runtime.block_on(read_lines(bytes, |line| found.push(line.to_owned())));
         found
     }
@@ -150,8 +173,14 @@ mod tests {
 
     #[test]
     fn json_lines_carry_the_name() {
-        assert_eq!(json_line("p", "{\"a\":1}"), "{\"a\":1,\"instance\":\"p\"}\n");
-        assert_eq!(json_line("p", "plain"), "{\"instance\":\"p\",\"message\":\"plain\"}\n");
+        assert_eq!(
+            json_line("p", "{\"a\":1}"),
+            "{\"a\":1,\"instance\":\"p\"}\n"
+        );
+        assert_eq!(
+            json_line("p", "plain"),
+            "{\"instance\":\"p\",\"message\":\"plain\"}\n"
+        );
     }
 
     #[test]

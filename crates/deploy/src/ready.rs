@@ -14,10 +14,18 @@ const MAX_BYTES: usize = 64 << 10;
 
 /// Asks until the answer is 200; true then. `waiting` hears each reason against it.
 pub(crate) async fn wait(url: &str, mut waiting: impl FnMut(String)) -> bool {
-    let Ok(endpoint) = url.parse::<Endpoint>() else { return false };
-    let client = PeerClient::new(ClientOptions { connect_timeout: LIMIT, ..ClientOptions::default() });
+    let Ok(endpoint) = url.parse::<Endpoint>() else {
+        return false;
+    };
+    let client = PeerClient::new(ClientOptions {
+        connect_timeout: LIMIT,
+        ..ClientOptions::default()
+    });
     loop {
-        match client.get(&endpoint, "/ready", HeaderMap::new(), MAX_BYTES, LIMIT).await {
+        match client
+            .get(&endpoint, "/ready", HeaderMap::new(), MAX_BYTES, LIMIT)
+            .await
+        {
             Ok((StatusCode::OK, _)) => return true,
             Ok((status, body)) => waiting(reason(status, &body)),
             Err(error) => waiting(error.to_string()),
@@ -28,5 +36,8 @@ pub(crate) async fn wait(url: &str, mut waiting: impl FnMut(String)) -> bool {
 
 fn reason(status: StatusCode, body: &[u8]) -> String {
     let parsed = serde_json::from_slice::<twinfer_protocol::ErrorBody>(body);
-    parsed.map_or_else(|_| format!("/ready answers {status}"), |body| body.error.message)
+    parsed.map_or_else(
+        |_| format!("/ready answers {status}"),
+        |body| body.error.message,
+    )
 }

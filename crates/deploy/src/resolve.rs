@@ -523,3 +523,6 @@ fn allot_cores(
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

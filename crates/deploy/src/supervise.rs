@@ -100,14 +100,25 @@ enum Child {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    Starting { until: Duration },
+    Starting {
+        until: Duration,
+    },
     Serving,
     /// The router drains, the instances still serve it.
-    DrainRouter { until: Duration },
-    DrainInstances { until: Duration },
+    DrainRouter {
+        until: Duration,
+    },
+    DrainInstances {
+        until: Duration,
+    },
     /// Asked to end at once.
-    Ending { again: Option<Duration>, until: Duration },
-    Killed { until: Duration },
+    Ending {
+        again: Option<Duration>,
+        until: Duration,
+    },
+    Killed {
+        until: Duration,
+    },
     Finished,
 }
 
@@ -127,7 +138,9 @@ impl Supervisor {
         let this = Self {
             children: vec![Child::Running { ready: false }; children],
             limits,
-            phase: Phase::Starting { until: now + limits.ready },
+            phase: Phase::Starting {
+                until: now + limits.ready,
+            },
             failure: None,
             killed: Vec::new(),
         };
@@ -153,12 +166,18 @@ impl Supervisor {
             Event::StartFailed(child, why) => {
                 self.children[*child] = Child::Ended;
                 self.fail(now, Cause::StartFailed(*child, why.clone()), &mut actions);
+                if *child == self.router() && matches!(self.phase, Phase::DrainRouter { .. }) {
+                    self.drain_instances(now, &mut actions);
+                }
             }
             Event::Ready(child) => {
                 if let Child::Running { ready } = &mut self.children[*child] {
                     *ready = true;
                 }
-                let all = self.children.iter().all(|child| *child == Child::Running { ready: true });
+                let all = self
+                    .children
+                    .iter()
+                    .all(|child| *child == Child::Running { ready: true });
                 if all && matches!(self.phase, Phase::Starting { .. }) {
                     self.phase = Phase::Serving;
                     actions.push(Action::Ready);
@@ -184,7 +203,15 @@ impl Supervisor {
         match self.phase {
             Phase::Starting { .. } | Phase::Serving => {
                 let was_ready = self.phase == Phase::Serving;
-                self.fail(now, Cause::Died { child, exit, was_ready }, actions);
+                self.fail(
+                    now,
+                    Cause::Died {
+                        child,
+                        exit,
+                        was_ready,
+                    },
+                    actions,
+                );
             }
             Phase::DrainRouter { .. } | Phase::DrainInstances { .. } => {
                 if exit != Exit::Code(0) && !self.killed.contains(&child) {
@@ -202,7 +229,9 @@ impl Supervisor {
         match self.phase {
             Phase::Starting { .. } => self.end(now, actions),
             Phase::Serving => {
-                self.phase = Phase::DrainRouter { until: now + self.limits.drain_router };
+                self.phase = Phase::DrainRouter {
+                    until: now + self.limits.drain_router,
+                };
                 actions.push(Action::Terminate(self.router()));
             }
             Phase::DrainRouter { .. } | Phase::DrainInstances { .. } => self.end(now, actions),
@@ -215,7 +244,9 @@ impl Supervisor {
         match self.phase {
             Phase::Starting { until } if now >= until => {
                 let late = |child: &Child| *child == Child::Running { ready: false };
-                let late = (0..self.children.len()).filter(|&child| late(&self.children[child])).collect();
+                let late = (0..self.children.len())
+                    .filter(|&child| late(&self.children[child]))
+                    .collect();
                 self.fail(now, Cause::NotReady(late), actions);
             }
             Phase::DrainRouter { until } if now >= until => {
@@ -225,7 +256,10 @@ impl Supervisor {
                 self.drain_instances(now, actions);
             }
             Phase::DrainInstances { until } if now >= until => self.kill(now, actions),
-            Phase::Ending { again: Some(again), until } if now >= again => {
+            Phase::Ending {
+                again: Some(again),
+                until,
+            } if now >= again => {
                 self.phase = Phase::Ending { again: None, until };
                 actions.extend(self.running().map(Action::Terminate));
             }
@@ -247,18 +281,29 @@ impl Supervisor {
     }
 
     fn drain_instances(&mut self, now: Duration, actions: &mut Vec<Action>) {
-        self.phase = Phase::DrainInstances { until: now + self.limits.drain_instances };
+        self.phase = Phase::DrainInstances {
+            until: now + self.limits.drain_instances,
+        };
         let router = self.router();
-        actions.extend(self.running().filter(|child| *child != router).map(Action::Terminate));
+        actions.extend(
+            self.running()
+                .filter(|child| *child != router)
+                .map(Action::Terminate),
+        );
     }
 
     fn end(&mut self, now: Duration, actions: &mut Vec<Action>) {
-        self.phase = Phase::Ending { again: Some(now + ASK_AGAIN), until: now + GRACE };
+        self.phase = Phase::Ending {
+            again: Some(now + ASK_AGAIN),
+            until: now + GRACE,
+        };
         actions.extend(self.running().map(Action::Terminate));
     }
 
     fn kill(&mut self, now: Duration, actions: &mut Vec<Action>) {
-        self.phase = Phase::Killed { until: now + AFTER_KILL };
+        self.phase = Phase::Killed {
+            until: now + AFTER_KILL,
+        };
         let running: Vec<usize> = self.running().collect();
         actions.extend(running.iter().copied().map(Action::Kill));
         self.killed.extend(running);
@@ -267,7 +312,11 @@ impl Supervisor {
     }
 
     fn running(&self) -> impl Iterator<Item = usize> {
-        self.children.iter().enumerate().filter(|(_, child)| is_running(child)).map(|(i, _)| i)
+        self.children
+            .iter()
+            .enumerate()
+            .filter(|(_, child)| is_running(child))
+            .map(|(i, _)| i)
     }
 
     fn router(&self) -> usize {
@@ -275,7 +324,11 @@ impl Supervisor {
     }
 
     fn ended(&self) -> Ended {
-        Ended { failure: self.failure.clone(), killed: self.killed.clone(), left: self.running().collect() }
+        Ended {
+            failure: self.failure.clone(),
+            killed: self.killed.clone(),
+            left: self.running().collect(),
+        }
     }
 }
 
@@ -300,10 +353,17 @@ mod tests {
 
     fn serving(children: usize) -> Supervisor {
         let (mut machine, actions) = Supervisor::start(children, LIMITS, secs(0));
-        assert_eq!(actions, (0..children).map(Action::Start).collect::<Vec<_>>());
+        assert_eq!(
+            actions,
+            (0..children).map(Action::Start).collect::<Vec<_>>()
+        );
         for child in 0..children {
             let actions = machine.handle(secs(1), &Event::Ready(child));
-            let expected = if child + 1 == children { vec![Action::Ready] } else { vec![] };
+            let expected = if child + 1 == children {
+                vec![Action::Ready]
+            } else {
+                vec![]
+            };
             assert_eq!(actions, expected);
         }
         machine
@@ -312,15 +372,25 @@ mod tests {
     #[test]
     fn a_stop_drains_the_router_before_its_instances() {
         let mut machine = serving(3);
-        assert_eq!(machine.handle(secs(2), &Event::Stop), [Action::Terminate(2)]);
+        assert_eq!(
+            machine.handle(secs(2), &Event::Stop),
+            [Action::Terminate(2)]
+        );
         assert_eq!(
             machine.handle(secs(3), &Event::Exited(2, Exit::Code(0))),
             [Action::Terminate(0), Action::Terminate(1)]
         );
-        assert_eq!(machine.handle(secs(4), &Event::Exited(0, Exit::Code(0))), []);
+        assert_eq!(
+            machine.handle(secs(4), &Event::Exited(0, Exit::Code(0))),
+            []
+        );
         assert_eq!(
             machine.handle(secs(4), &Event::Exited(1, Exit::Code(0))),
-            [Action::Finish(Ended { failure: None, killed: vec![], left: vec![] })]
+            [Action::Finish(Ended {
+                failure: None,
+                killed: vec![],
+                left: vec![]
+            })]
         );
     }
 
@@ -340,21 +410,43 @@ mod tests {
             last = machine.handle(now, &Event::Tick);
         }
         assert!(now <= secs(15), "{now:?}");
-        let failure = Some(Cause::Died { child: 1, exit: died, was_ready: true });
-        assert_eq!(last, [Action::Finish(Ended { failure, killed: vec![0, 2], left: vec![0, 2] })]);
+        let failure = Some(Cause::Died {
+            child: 1,
+            exit: died,
+            was_ready: true,
+        });
+        assert_eq!(
+            last,
+            [Action::Finish(Ended {
+                failure,
+                killed: vec![0, 2],
+                left: vec![0, 2]
+            })]
+        );
     }
 
     #[test]
     fn a_death_during_start_up_is_told_apart() {
         let (mut machine, _) = Supervisor::start(2, LIMITS, secs(0));
         machine.handle(secs(1), &Event::Ready(1));
-        assert_eq!(machine.handle(secs(1), &Event::Exited(0, Exit::Code(64))), [Action::Terminate(1)]);
+        assert_eq!(
+            machine.handle(secs(1), &Event::Exited(0, Exit::Code(64))),
+            [Action::Terminate(1)]
+        );
         // The other one's end is no second cause, and a late word that it is ready changes nothing.
         assert_eq!(machine.handle(secs(1), &Event::Ready(1)), []);
-        let failure = Some(Cause::Died { child: 0, exit: Exit::Code(64), was_ready: false });
+        let failure = Some(Cause::Died {
+            child: 0,
+            exit: Exit::Code(64),
+            was_ready: false,
+        });
         assert_eq!(
             machine.handle(secs(2), &Event::Exited(1, Exit::Signal(15))),
-            [Action::Finish(Ended { failure, killed: vec![], left: vec![] })]
+            [Action::Finish(Ended {
+                failure,
+                killed: vec![],
+                left: vec![]
+            })]
         );
     }
 
@@ -370,13 +462,23 @@ mod tests {
     fn a_second_stop_does_not_wait_for_the_drain() {
         let mut machine = serving(2);
         machine.handle(secs(2), &Event::Stop);
-        assert_eq!(machine.handle(secs(3), &Event::Stop), [Action::Terminate(0), Action::Terminate(1)]);
-        assert_eq!(machine.handle(secs(3), &Event::Stop), [Action::Kill(0), Action::Kill(1)]);
+        assert_eq!(
+            machine.handle(secs(3), &Event::Stop),
+            [Action::Terminate(0), Action::Terminate(1)]
+        );
+        assert_eq!(
+            machine.handle(secs(3), &Event::Stop),
+            [Action::Kill(0), Action::Kill(1)]
+        );
         assert_eq!(machine.handle(secs(3), &Event::Stop), []);
     }
 
     fn events(children: usize) -> impl Strategy<Value = Vec<(u64, Event)>> {
-        let exit = prop_oneof![Just(Exit::Code(0)), Just(Exit::Code(1)), Just(Exit::Signal(9))];
+        let exit = prop_oneof![
+            Just(Exit::Code(0)),
+            Just(Exit::Code(1)),
+            Just(Exit::Signal(9))
+        ];
         let event = prop_oneof![
             1 => (0..children).prop_map(|child| Event::StartFailed(child, "no".to_owned())),
             6 => (0..children).prop_map(Event::Ready),

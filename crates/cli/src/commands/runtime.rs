@@ -1,0 +1,57 @@
+//! Runtimes and signals.
+
+use crate::exit::{Code, Failure};
+use tokio::runtime::{Builder, Runtime};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::watch;
+
+/// All on the calling thread: enough where little happens, and what starts processes must not move
+/// between threads, since the kernel ties a child's life to the thread that started it.
+pub(crate) fn single() -> Result<Runtime, Failure> {
+    Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(failed)
+}
+
+fn failed(error: std::io::Error) -> Failure {
+    Failure::new(
+        Code::Internal,
+        format!("the asynchronous runtime cannot start: {error}"),
+    )
+}
+
+/// Signals that ask for the end.
+pub(crate) struct StopSignals([Signal; 3]);
+
+impl StopSignals {
+    /// From here on these signals do not end the process by themselves.
+    pub(crate) fn new() -> Result<Self, Failure> {
+        let listen = |kind| {
+            signal(kind).map_err(|error| Failure::new(Code::Internal, format!("signals: {error}")))
+        };
+        Ok(Self([
+            listen(SignalKind::interrupt())?,
+            listen(SignalKind::terminate())?,
+            listen(SignalKind::hangup())?,
+        ]))
+    }
+
+    /// The next one.
+    pub(crate) async fn next(&mut self) {
+        let [interrupt, terminate, hangup] = &mut self.0;
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+            _ = hangup.recv() => {}
+        }
+    }
+
+    /// Counts signals up in `stop`, for ever.
+    pub(crate) async fn count(mut self, stop: &watch::Sender<u32>) {
+        loop {
+            self.next().await;
+            stop.send_modify(|count| *count += 1);
+        }
+    }
+}

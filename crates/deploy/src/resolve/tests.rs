@@ -1,0 +1,358 @@
+use super::*;
+use proptest::prelude::*;
+use std::collections::BTreeSet;
+use std::path::Path;
+
+fn facts(cores: u32) -> Facts {
+    Facts {
+        cores: BTreeMap::from([("local".to_owned(), (0..cores).collect())]),
+        model_problem: None,
+    }
+}
+
+fn plan(text: &str, cores: u32) -> Result<Plan, String> {
+    let deployment = Deployment::parse("deploy.yaml", text, Path::new("/x"))
+        .map_err(|wrong| wrong.to_string())?;
+    resolve(&deployment, &facts(cores)).map_err(|wrong| wrong.to_string())
+}
+
+const PAIR: &str = "model: {path: m, name: demo}\ninstances:\n  - {name: p, role: prefill}\n  - {name: d, role: decode}\n";
+
+/// The file with what is to be said about `p` and `d`.
+fn pair(p: &str, d: &str, rest: &str) -> String {
+    format!(
+        "model: {{path: m, name: demo}}\ninstances:\n  - {{name: p, role: prefill{p}}}\n  - {{name: d, role: decode{d}}}\n{rest}"
+    )
+}
+
+#[test]
+fn a_plan_is_the_same_every_time_and_can_be_compared_line_by_line() {
+    let text = plan(PAIR, 4).unwrap().to_string();
+    assert_eq!(plan(PAIR, 4).unwrap().to_string(), text);
+    for expected in [
+        "instance   p\n  role     prefill\n  node     local\n  cores    0-1\n  http     127.0.0.1:8100\n  kv       127.0.0.1:8500\n",
+        "instance   d\n  role     decode\n  node     local\n  cores    2-3\n  http     127.0.0.1:8101\n",
+        "twinfer serve /x/m --served-model-name demo --name p --role prefill --host 127.0.0.1 --port 8100 --kv-port 8500",
+        "--pd-peers 127.0.0.1:8500 --kv-load-failure-policy fail",
+        "twinfer router --host 127.0.0.1 --port 8000 --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8101",
+    ] {
+        assert!(text.contains(expected), "no {expected:?} in\n{text}");
+    }
+    let other = plan(&pair("", "", "router: {port: 8001}"), 4)
+        .unwrap()
+        .to_string();
+    let changed: Vec<&str> = other
+        .lines()
+        .filter(|line| !text.lines().any(|old| old == *line))
+        .collect();
+    assert_eq!(changed.len(), 2, "{changed:?}");
+}
+
+#[test]
+fn flags_are_passed_on_and_read_back() {
+    let text = pair(
+        ", max_num_seqs: 4, kv-cache-memory: 64MiB",
+        "",
+        "router: {max-inflight: 9, policy: round-robin}",
+    );
+    let plan = plan(&text, 2).unwrap();
+    let line = crate::shell_line(&plan.instances[0].command);
+    assert!(
+        line.contains("--kv-cache-memory 64MiB") && line.contains("--max-num-seqs 4"),
+        "{line}"
+    );
+    let line = crate::shell_line(&plan.router.command);
+    assert!(
+        line.ends_with("--max-inflight 9 --policy round-robin"),
+        "{line}"
+    );
+}
+
+#[test]
+fn an_ipv6_node_gets_brackets_in_urls() {
+    let text = pair("", "", "nodes: [{name: local, host: \"::1\"}]");
+    let plan = plan(&text, 2).unwrap();
+    assert_eq!(plan.instances[0].url(), "http://[::1]:8100");
+    assert!(plan.instances[1].command.contains(&"[::1]:8500".to_owned()));
+}
+
+#[test]
+fn no_secret_stands_in_a_plan() {
+    let json = serde_json::to_string(&plan(PAIR, 2).unwrap()).unwrap();
+    assert!(
+        json.contains("TWINFER_PEER_KEY") && !json.contains("\"value\""),
+        "{json}"
+    );
+    let text = pair(", peer-key-file: key", "", "");
+    let line = crate::shell_line(&plan(&text, 2).unwrap().instances[0].command);
+    assert!(line.contains("--peer-key-file /x/key"), "{line}");
+}
+
+#[test]
+fn each_mistake_points_at_its_line_and_says_what_is_allowed() {
+    let cases: &[(&str, String, &[&str])] = &[
+        (
+            "port clash",
+            pair(", port: 9000", ", port: 9000", ""),
+            &[
+                "deploy.yaml:4:35: port 9000 on node local is given to instance d (HTTP) and to instance p (HTTP) (line 3)",
+                "next free number: 9001",
+            ],
+        ),
+        (
+            "router's port",
+            pair(", port: 8000", "", ""),
+            &["port 8000", "the router"],
+        ),
+        (
+            "overlapping KV ports",
+            pair(", kv-port: 9000, count: 3", ", port: 9002", ""),
+            &[
+                "deploy.yaml:4",
+                "port 9002 on node local is given to instance d (HTTP) and to instance p-2 (KV)",
+            ],
+        ),
+        (
+            "KV port and HTTP port of one instance",
+            pair(", port: 9000, kv-port: 9000", "", ""),
+            &["instance p (KV)", "instance p (HTTP)"],
+        ),
+        (
+            "more threads than cores",
+            pair(", threads: 3", ", threads: 2", ""),
+            &[
+                "deploy.yaml:4:38: instance d on node local: it needs 2 cores, 1 of 4 are left",
+                "the instances need 5 cores together",
+            ],
+        ),
+        (
+            "cores twice",
+            pair(", cpus: 0-1", ", cpus: 1", ""),
+            &["cpus names 1, which another instance has", "free: 2-3"],
+        ),
+        (
+            "core that is not there",
+            pair(", cpus: 7", "", ""),
+            &["cpus names 7, which the node has not", "allowed: 0-3"],
+        ),
+        (
+            "cpus and threads",
+            pair(", cpus: 0-1, threads: 1", "", ""),
+            &["threads is 1, but cpus names 2 cores"],
+        ),
+        (
+            "unknown node",
+            pair(", node: mars", "", ""),
+            &["node \"mars\" is not listed", "allowed: local"],
+        ),
+        (
+            "unknown node of the router",
+            pair("", "", "router: {node: mars}"),
+            &["deploy.yaml:5:16: node \"mars\""],
+        ),
+        (
+            "node without facts",
+            pair(
+                ", node: b",
+                "",
+                "nodes: [{name: local}, {name: b, host: 10.0.0.2}]",
+            ),
+            &["the cores of node \"b\" are not known here", "`cores: 0-3`"],
+        ),
+        (
+            "node's cores not permitted",
+            pair("", "", "nodes: [{name: local, cores: 2-9}]"),
+            &["names 4-9", "allowed: 0-3"],
+        ),
+        (
+            "same node twice",
+            pair(
+                "",
+                "",
+                "nodes: [{name: local}, {name: local, host: 10.0.0.2}]",
+            ),
+            &["\"local\" again"],
+        ),
+        (
+            "same host twice",
+            pair("", "", "nodes: [{name: local}, {name: b}]"),
+            &["nodes[1].host is \"127.0.0.1\" again"],
+        ),
+        (
+            "wildcard host",
+            pair("", "", "nodes: [{name: local, host: 0.0.0.0}]"),
+            &["which nobody can dial"],
+        ),
+        (
+            "URL as host",
+            pair("", "", "nodes: [{name: local, host: \"http://a\"}]"),
+            &["without scheme and port"],
+        ),
+        (
+            "duplicate name",
+            pair("", "", "").replace("name: d,", "name: p,"),
+            &["deploy.yaml:4:12: instance name \"p\" is taken", "line 3"],
+        ),
+        (
+            "duplicate name by count",
+            pair(", count: 2", "", "").replace("name: d,", "name: p-1,"),
+            &["instance name \"p-1\" is taken"],
+        ),
+        (
+            "router's name",
+            pair("", "", "").replace("name: d,", "name: router,"),
+            &["the router has that name"],
+        ),
+        (
+            "bad name",
+            pair("", "", "").replace("name: d,", "name: \"a b\","),
+            &["instances[1].name is \"a b\"", "letters, digits"],
+        ),
+        (
+            "tp",
+            pair(", tp: 2", "", ""),
+            &[
+                "instances[0].tp is 2",
+                "allowed: 1; the native engine has no tensor parallelism",
+            ],
+        ),
+        (
+            "list length",
+            pair(", count: 2, port: [1, 2, 3]", "", ""),
+            &["port has 3 entries for 2 instances"],
+        ),
+        (
+            "one core set for two",
+            pair(", count: 2, cpus: 0", "", ""),
+            &["cpus is one set of cores for 2 instances"],
+        ),
+        (
+            "ports beyond the last",
+            pair(", count: 3, port: 65534", "", ""),
+            &["3 instances from port 65534 on pass 65535", "65533"],
+        ),
+        (
+            "KV port of a decode instance",
+            pair("", ", kv-port: 9", ""),
+            &["kv-port is given for role decode"],
+        ),
+        (
+            "prefill alone",
+            "model: {path: m}\ninstances: [{name: p, role: prefill}]".to_owned(),
+            &["no instance has role decode"],
+        ),
+        (
+            "decode alone",
+            "model: {path: m}\ninstances: [{name: d, role: decode}]".to_owned(),
+            &["no instance has role prefill"],
+        ),
+        (
+            "block sizes differ",
+            pair(", block-size: 32", "", ""),
+            &["instances[1].block-size is 16, but 32 for the prefill instance of line 3"],
+        ),
+        (
+            "dtypes differ",
+            pair("", ", dtype: f32", ""),
+            &["instances[1].dtype is f32, but bf16"],
+        ),
+    ];
+    let mut missing = Vec::new();
+    for (what, text, expected) in cases {
+        let wrong = plan(text, 4).expect_err(what);
+        for expected in expected
+            .iter()
+            .filter(|expected| !wrong.contains(**expected))
+        {
+            missing.push(format!("{what}: no {expected:?} in\n{wrong}"));
+        }
+    }
+    assert!(missing.is_empty(), "{}", missing.join("\n\n"));
+}
+
+#[test]
+fn several_mistakes_are_told_at_once() {
+    let text = pair(
+        ", tp: 2, port: 9000",
+        ", port: 9000, node: mars",
+        "router: {node: venus}",
+    );
+    let wrong = plan(&text, 4).unwrap_err();
+    for expected in ["tp is 2", "\"mars\"", "\"venus\""] {
+        assert!(wrong.contains(expected), "{wrong}");
+    }
+}
+
+#[test]
+fn a_missing_model_is_told_at_its_line() {
+    let deployment = Deployment::parse("deploy.yaml", PAIR, Path::new("/x")).unwrap();
+    let facts = Facts {
+        model_problem: Some("/x/m: not there".to_owned()),
+        ..facts(2)
+    };
+    let wrong = resolve(&deployment, &facts).unwrap_err().to_string();
+    assert!(
+        wrong.starts_with("deploy.yaml:1:15: model.path: /x/m: not there\n1 | model: {path: m,"),
+        "{wrong}"
+    );
+}
+
+fn group() -> impl Strategy<Value = (u32, u8, Option<u32>, Option<u16>, Option<u16>)> {
+    (
+        1u32..4,
+        0u8..3,
+        proptest::option::of(1u32..3),
+        proptest::option::weighted(0.3, 8095u16..8110),
+        proptest::option::weighted(0.3, 8495u16..8510),
+    )
+}
+
+proptest! {
+    #[test]
+    fn cores_are_disjoint_and_ports_unique(
+        groups in proptest::collection::vec(group(), 1..6), cores in 1u32..40, share in any::<bool>()
+    ) {
+        let mut text = format!("model: {{path: m}}\nnodes: [{{name: local, share-cores: {share}}}]\ninstances:\n");
+        for (i, (count, role, threads, port, kv_port)) in groups.iter().enumerate() {
+            let role = ["both", "prefill", "decode"][*role as usize];
+            text.push_str(&format!("  - name: g{i}\n    role: {role}\n    count: {count}\n"));
+            if let Some(threads) = threads { text.push_str(&format!("    threads: {threads}\n")); }
+            if let Some(port) = port { text.push_str(&format!("    port: {port}\n")); }
+            if let (Some(port), "prefill") = (kv_port, role) { text.push_str(&format!("    kv-port: {port}\n")); }
+        }
+        match plan(&text, cores) {
+            Err(wrong) => prop_assert!(wrong.contains("deploy.yaml:"), "{}", wrong),
+            Ok(plan) => {
+                let mut ports = BTreeSet::new();
+                for (_, _, port, what) in plan.ports() {
+                    prop_assert!(port != 0 && ports.insert(port), "port {} ({}) twice in\n{}", port, what, plan);
+                }
+                let mut seen = BTreeSet::new();
+                let mut names = BTreeSet::new();
+                for instance in &plan.instances {
+                    prop_assert!(names.insert(&instance.name));
+                    prop_assert!(!instance.cores.is_empty());
+                    prop_assert_eq!(instance.kv_port.is_some(), instance.role == Role::Prefill);
+                    for core in &instance.cores {
+                        prop_assert!(*core < cores);
+                        prop_assert!(seen.insert(*core) || share, "core {} twice in\n{}", core, plan);
+                    }
+                }
+                prop_assert_eq!(plan.instances.len(), groups.iter().map(|group| group.0 as usize).sum::<usize>());
+            }
+        }
+    }
+
+    #[test]
+    fn no_text_makes_it_panic(text in "\\PC{0,200}") {
+        let _ = plan(&text, 2);
+    }
+
+    #[test]
+    fn no_damaged_file_makes_it_panic(at in 0usize..600, with in "\\PC{0,3}", cut in 0usize..4) {
+        let text = crate::example();
+        let from = text.char_indices().map(|(i, _)| i).nth(at).unwrap_or(0);
+        let to = text[from..].char_indices().map(|(i, _)| from + i).nth(cut).unwrap_or(text.len());
+        let _ = plan(&format!("{}{with}{}", &text[..from], &text[to..]), 2);
+    }
+}
