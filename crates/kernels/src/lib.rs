@@ -25,8 +25,11 @@ mod heads;
 mod isa;
 pub mod math;
 mod matrix;
+pub mod peaks;
 pub mod reference;
 mod rows;
+mod scratch;
+mod simd;
 mod team;
 
 pub use attention::{MlaParams, MlaSeq, TILE, mla_attention};

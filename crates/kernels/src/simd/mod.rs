@@ -1,0 +1,173 @@
+//! The vector operations kernels are written in, once for all instruction sets.
+//!
+//! A kernel is a generic function over [`Simd`], `#[inline(always)]` down to the intrinsics, and is entered through
+//! [`simd_kernel!`], which makes one copy per instruction set with the right target features. Each operation has the
+//! same result in every implementation, so kernels have equal bits by construction.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod portable;
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use avx512::Avx512;
+pub(crate) use portable::Portable;
+
+use crate::reference::LANES as STEP;
+
+/// Vectors of [`Simd::LANES`] f32 values, a divisor of the sixteen lanes of the definitions.
+///
+/// # Safety
+/// All functions: the processor has the instruction set; pointers are valid for the number of values named (they need
+/// not be aligned).
+pub(crate) trait Simd: Copy + 'static {
+    /// A vector.
+    type V: Copy;
+    /// Values of a vector.
+    const LANES: usize;
+    /// Vectors that hold sixteen lanes.
+    const PARTS: usize = STEP / Self::LANES;
+    /// Rows of x of a register tile; with four accumulators each, and operands, they fit the registers.
+    const TILE_ROWS: usize;
+
+    unsafe fn splat(value: f32) -> Self::V;
+    unsafe fn load(from: *const f32) -> Self::V;
+    /// `count` < LANES values, zeros behind.
+    unsafe fn load_part(from: *const f32, count: usize) -> Self::V;
+    unsafe fn load_bf16(from: *const u16) -> Self::V;
+    /// `count` < LANES values, zeros behind.
+    unsafe fn load_bf16_part(from: *const u16, count: usize) -> Self::V;
+    unsafe fn store(to: *mut f32, v: Self::V);
+    /// The first `count` < LANES values.
+    unsafe fn store_part(to: *mut f32, v: Self::V, count: usize);
+
+    /// Asks for the cache line at an address, which need not be mapped.
+    unsafe fn prefetch(address: *const u8);
+
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
+    /// a · b + c, rounded once.
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// a where a > b, else b (so b where either is NaN).
+    unsafe fn larger(a: Self::V, b: Self::V) -> Self::V;
+    /// a where a < b, else b.
+    unsafe fn smaller(a: Self::V, b: Self::V) -> Self::V;
+    /// 2^n for integers n in −126..=127; anything for NaN.
+    unsafe fn power_of_two(n: Self::V) -> Self::V;
+
+    /// Brings sixteen lanes, held in PARTS vectors from the first lane on, down to one vector by the first levels of
+    /// the tree; unused entries are ignored.
+    unsafe fn fold_parts(parts: [Self::V; 4]) -> Self::V;
+    /// The rest of the tree, for four folded vectors at once.
+    unsafe fn add_lanes4(folded: [Self::V; 4]) -> [f32; 4];
+    /// The rest of the tree for one folded vector.
+    unsafe fn add_lanes(folded: Self::V) -> f32;
+}
+
+/// Stored elements a kernel widens to f32 exactly.
+pub(crate) trait Element: Copy + 'static {
+    unsafe fn load<S: Simd>(from: *const Self) -> S::V;
+    unsafe fn load_part<S: Simd>(from: *const Self, count: usize) -> S::V;
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const Self) -> S::V {
+        // SAFETY: the caller's duty.
+        unsafe { S::load(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_part<S: Simd>(from: *const Self, count: usize) -> S::V {
+        // SAFETY: the caller's duty.
+        unsafe { S::load_part(from, count) }
+    }
+}
+
+/// bf16 as its bits.
+impl Element for u16 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const Self) -> S::V {
+        // SAFETY: the caller's duty.
+        unsafe { S::load_bf16(from) }
+    }
+
+    #[inline(always)]
+    unsafe fn load_part<S: Simd>(from: *const Self, count: usize) -> S::V {
+        // SAFETY: the caller's duty.
+        unsafe { S::load_bf16_part(from, count) }
+    }
+}
+
+/// Defines `unsafe fn name(isa, args)`, which runs the generic kernel compiled for that instruction set.
+macro_rules! simd_kernel {
+    (
+        $(#[$attribute:meta])*
+        $vis:vis fn $name:ident = $kernel:ident ( $($arg:ident : $type:ty),* $(,)? ) $(-> $result:ty)?
+    ) => {
+        $(#[$attribute])*
+        ///
+        /// # Safety
+        /// That of the kernel it enters.
+        #[allow(clippy::too_many_arguments, reason = "kernels take raw parts")]
+        $vis unsafe fn $name(isa: $crate::Isa, $($arg: $type),*) $(-> $result)? {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+            unsafe fn avx512($($arg: $type),*) $(-> $result)? {
+                // SAFETY: the caller's duty.
+                unsafe { $kernel::<$crate::simd::Avx512>($($arg),*) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            unsafe fn avx2($($arg: $type),*) $(-> $result)? {
+                // SAFETY: the caller's duty.
+                unsafe { $kernel::<$crate::simd::Avx2>($($arg),*) }
+            }
+            match isa.0 {
+                // SAFETY: an Isa of this kind exists only where the processor has its features.
+                #[cfg(target_arch = "x86_64")]
+                $crate::isa::Kind::Avx512 => unsafe { avx512($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                $crate::isa::Kind::Avx2 => unsafe { avx2($($arg),*) },
+                // SAFETY: the caller's duty.
+                $crate::isa::Kind::Portable => unsafe { $kernel::<$crate::simd::Portable>($($arg),*) },
+            }
+        }
+    };
+}
+pub(crate) use simd_kernel;
+
+/// [`crate::math::exp`] on vectors, operation by operation.
+///
+/// # Safety
+/// The processor has the instruction set.
+#[inline(always)]
+pub(crate) unsafe fn exp<S: Simd>(x: S::V) -> S::V {
+    use crate::math::{EXP_MAX, EXP_MIN, EXP_POLYNOMIAL, LN2_HIGH, LN2_LOW, LOG2_E, ROUND_MAGIC};
+    // SAFETY: the caller's duty.
+    unsafe {
+        let x = S::smaller(S::splat(EXP_MAX), S::larger(S::splat(EXP_MIN), x));
+        let magic = S::splat(ROUND_MAGIC);
+        let n = S::sub(S::add(S::mul(x, S::splat(LOG2_E)), magic), magic);
+        let r = S::fma(n, S::splat(-LN2_HIGH), x);
+        let r = S::fma(n, S::splat(-LN2_LOW), r);
+        let mut p = S::splat(EXP_POLYNOMIAL[0]);
+        p = S::fma(p, r, S::splat(EXP_POLYNOMIAL[1]));
+        p = S::fma(p, r, S::splat(EXP_POLYNOMIAL[2]));
+        p = S::fma(p, r, S::splat(EXP_POLYNOMIAL[3]));
+        p = S::fma(p, r, S::splat(EXP_POLYNOMIAL[4]));
+        p = S::fma(p, r, S::splat(EXP_POLYNOMIAL[5]));
+        let p = S::add(S::fma(p, S::mul(r, r), r), S::splat(1.0));
+        let half = S::sub(S::add(S::mul(n, S::splat(0.5)), magic), magic);
+        S::mul(
+            S::mul(p, S::power_of_two(half)),
+            S::power_of_two(S::sub(n, half)),
+        )
+    }
+}

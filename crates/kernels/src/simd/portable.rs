@@ -1,0 +1,134 @@
+//! Sixteen lanes in four arrays of four, for any processor; compilers turn these into 128-bit vectors (NEON).
+
+use super::Simd;
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Portable;
+
+type V = [f32; 4];
+
+#[inline(always)]
+fn each(a: V, b: V, operation: impl Fn(f32, f32) -> f32) -> V {
+    std::array::from_fn(|lane| operation(a[lane], b[lane]))
+}
+
+#[inline(always)]
+fn widen(bits: u16) -> f32 {
+    f32::from_bits(u32::from(bits) << 16)
+}
+
+// SAFETY: only loads and stores have needs, and the trait's contract grants them.
+impl Simd for Portable {
+    type V = V;
+    const LANES: usize = 4;
+    const TILE_ROWS: usize = 4;
+
+    #[inline(always)]
+    unsafe fn splat(value: f32) -> V {
+        [value; 4]
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> V {
+        unsafe { from.cast::<V>().read_unaligned() }
+    }
+
+    #[inline(always)]
+    unsafe fn load_part(from: *const f32, count: usize) -> V {
+        std::array::from_fn(|lane| {
+            if lane < count {
+                unsafe { from.add(lane).read_unaligned() }
+            } else {
+                0.0
+            }
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> V {
+        unsafe { from.cast::<[u16; 4]>().read_unaligned() }.map(widen)
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16_part(from: *const u16, count: usize) -> V {
+        std::array::from_fn(|lane| {
+            if lane < count {
+                widen(unsafe { from.add(lane).read_unaligned() })
+            } else {
+                0.0
+            }
+        })
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, v: V) {
+        unsafe { to.cast::<V>().write_unaligned(v) }
+    }
+
+    #[inline(always)]
+    unsafe fn store_part(to: *mut f32, v: V, count: usize) {
+        for (lane, value) in v.into_iter().enumerate().take(count) {
+            unsafe { to.add(lane).write_unaligned(value) }
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch(_address: *const u8) {}
+
+    #[inline(always)]
+    unsafe fn add(a: V, b: V) -> V {
+        each(a, b, |a, b| a + b)
+    }
+
+    #[inline(always)]
+    unsafe fn sub(a: V, b: V) -> V {
+        each(a, b, |a, b| a - b)
+    }
+
+    #[inline(always)]
+    unsafe fn mul(a: V, b: V) -> V {
+        each(a, b, |a, b| a * b)
+    }
+
+    #[inline(always)]
+    unsafe fn div(a: V, b: V) -> V {
+        each(a, b, |a, b| a / b)
+    }
+
+    #[inline(always)]
+    unsafe fn fma(a: V, b: V, c: V) -> V {
+        std::array::from_fn(|lane| a[lane].mul_add(b[lane], c[lane]))
+    }
+
+    #[inline(always)]
+    unsafe fn larger(a: V, b: V) -> V {
+        each(a, b, |a, b| if a > b { a } else { b })
+    }
+
+    #[inline(always)]
+    unsafe fn smaller(a: V, b: V) -> V {
+        each(a, b, |a, b| if a < b { a } else { b })
+    }
+
+    #[inline(always)]
+    unsafe fn power_of_two(n: V) -> V {
+        n.map(|n| f32::from_bits(((n as i32 + 127) as u32) << 23))
+    }
+
+    #[inline(always)]
+    unsafe fn fold_parts([a, b, c, d]: [V; 4]) -> V {
+        // Levels (i, i+8) and (i, i+4).
+        let (low, high) = (each(a, c, |a, b| a + b), each(b, d, |a, b| a + b));
+        each(low, high, |a, b| a + b)
+    }
+
+    #[inline(always)]
+    unsafe fn add_lanes4(folded: [V; 4]) -> [f32; 4] {
+        folded.map(|[a, b, c, d]| (a + c) + (b + d))
+    }
+
+    #[inline(always)]
+    unsafe fn add_lanes([a, b, c, d]: V) -> f32 {
+        (a + c) + (b + d)
+    }
+}
