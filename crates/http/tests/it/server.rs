@@ -7,7 +7,7 @@ use axum::routing;
 use serde_json::{Map, Value};
 use std::time::Duration;
 use tokio::io::AsyncWriteExt;
-use twinfer_http::{BindError, HttpError, Listener, ServeOptions, read_json};
+use twinfer_http::{BindError, ClientAddr, HttpError, Listener, ServeOptions, read_json};
 
 const LIMIT: u64 = 1000;
 
@@ -259,4 +259,22 @@ async fn an_address_in_use_is_named() {
             .await
             .is_ok_and(|l| l.addr().is_ipv6())
     );
+}
+
+#[tokio::test]
+async fn handlers_know_the_other_end_of_the_connection() {
+    let handler = |request: Request| async move {
+        request
+            .extensions()
+            .get::<ClientAddr>()
+            .unwrap()
+            .0
+            .to_string()
+    };
+    let router = Router::new().route("/", routing::get(handler));
+    let server = Server::start(router, ServeOptions::default()).await;
+    let mut peer = server.connect().await;
+    peer.send(&get("/")).await;
+    let own = peer.0.local_addr().unwrap().to_string();
+    assert_eq!(peer.answer().await.text(), own);
 }

@@ -234,3 +234,27 @@ fn unusable_templates_are_a_state_with_a_reason_and_the_tokenizer_still_works() 
     std::fs::write(dir.join("chat_template.jinja"), b"\xff").unwrap();
     assert!(matches!(render(dir), Err(TemplateError::Broken(why)) if why.contains("UTF-8")));
 }
+
+#[test]
+fn the_demo_model_is_ready_for_chats() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/demo");
+    let tokenizer = Tokenizer::from_dir(&dir).unwrap();
+    assert_eq!(
+        (tokenizer.bos_id(), tokenizer.eos_ids()),
+        (Some(0), &[1][..])
+    );
+    let template = ChatTemplate::from_dir(&dir, &tokenizer).unwrap();
+    let messages = json!([{"role": "user", "content": "12+7?"}]);
+    let text = template.render(&messages, true, None, None).unwrap();
+    assert_eq!(text, "<|begin|><|user|>12+7?<|assistant|>");
+    let ids = tokenizer.encode(&text, false).unwrap();
+    assert_eq!(ids[0], 0);
+    assert_eq!(tokenizer.decode(&ids, false).unwrap(), text);
+    assert_eq!(tokenizer.decode(&ids, true).unwrap(), "12+7?");
+    let odd = json!([{"role": "robot", "content": "x"}]);
+    let refused = template.render(&odd, true, None, None);
+    assert_eq!(
+        refused,
+        Err(TemplateError::Refused("unknown role robot".to_owned()))
+    );
+}
