@@ -9,6 +9,8 @@ mod fields;
 mod memory;
 mod rope;
 mod tensors;
+#[cfg(test)]
+mod tests;
 
 pub use memory::{KvBudget, KvShape, MemoryError, format_bytes, parse_bytes};
 pub use rope::{Rope, RopeScaling, Yarn};

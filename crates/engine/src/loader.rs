@@ -259,6 +259,8 @@ impl CheckedModel {
         let system = |what| move |source| ModelError::System { what, source };
         let builder = Builder::new(&self.specs, &self.checkpoint, options.progress);
         let model = DeepseekV3::build(&self.config, &builder, options.threads)?;
+        let mut warnings = self.warnings;
+        warnings.extend(builder.spare_head_warning()?);
         self.checkpoint.check_unchanged()?;
 
         let kv = KvShape::of(&self.config, options.dtype, options.block_size);
@@ -293,7 +295,7 @@ impl CheckedModel {
             num_blocks: self.num_blocks,
             kv_bytes: self.kv_bytes,
             weight_bytes: self.weight_bytes,
-            warnings: self.warnings,
+            warnings,
             config: self.config,
         })
     }

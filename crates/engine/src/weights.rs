@@ -96,6 +96,8 @@ pub struct Checkpoint {
     shards: Vec<Shard>,
     /// By index in the specs.
     places: Vec<Place>,
+    /// A head in the files although the embedding is the head.
+    spare_head: Option<Place>,
     /// Worth telling, but no reason to refuse.
     pub warnings: Vec<String>,
 }
@@ -161,6 +163,10 @@ impl Checkpoint {
             wrong.sort();
             return Err(WeightsError::Tensors { missing, wrong });
         }
+        let spare_head = found
+            .get("lm_head.weight")
+            .filter(|_| specs.tied_head)
+            .and_then(|(number, info)| shards[*number].place(*number, info).ok());
         let mut unknown: Vec<&str> = found
             .into_keys()
             .filter(|name| !specs.is_spare(name))
@@ -182,6 +188,7 @@ impl Checkpoint {
         Ok(Self {
             shards,
             places,
+            spare_head,
             warnings,
         })
     }
@@ -215,6 +222,22 @@ impl Checkpoint {
             return Ok(());
         };
         shard.read(place.offset, buffer)
+    }
+
+    /// Bytes of a head that the files hold although the embedding is the head, if they do.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::read`].
+    pub fn read_spare_head(&self) -> Result<Option<Vec<u8>>, WeightsError> {
+        let Some((place, shard)) = self
+            .spare_head
+            .and_then(|place| Some((place, self.shards.get(place.shard)?)))
+        else {
+            return Ok(None);
+        };
+        let mut bytes = vec![0; place.len];
+        shard.read(place.offset, &mut bytes)?;
+        Ok(Some(bytes))
     }
 
     /// To be called after the last read: a file written to in the meantime may have given old bytes

@@ -14,8 +14,9 @@ pub struct TensorSpec {
 pub struct TensorSpecs {
     /// Tensors.
     pub tensors: Vec<TensorSpec>,
+    /// The embedding is the head.
+    pub tied_head: bool,
     layers: usize,
-    tied_head: bool,
 }
 
 impl TensorSpec {

@@ -131,6 +131,23 @@ impl<'a> Builder<'a> {
         }
     }
 
+    /// A warning if the files hold a head that differs from the embedding which is used as head. Valid
+    /// once the embedding has been read.
+    pub(crate) fn spare_head_warning(&self) -> Result<Option<String>, ModelError> {
+        let Some(head) = self.checkpoint.read_spare_head()? else {
+            return Ok(None);
+        };
+        let embedding = self.index.get("model.embed_tokens.weight").map(|tensor| {
+            *self.hashes[*tensor]
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+        });
+        let differs = embedding != Some(xxh3_128(&head));
+        Ok(differs.then(|| {
+            "tie_word_embeddings is true, but lm_head.weight differs from the embedding; the embedding is used".to_owned()
+        }))
+    }
+
     /// Hash over names, types, shapes and bytes of all tensors, independent of how they are spread
     /// over files. Valid once all have been read.
     pub(crate) fn weights_hash(&self) -> String {

@@ -1,0 +1,816 @@
+//! Broken model directories, made from a copy of the tiny checkpoint: refused with the file, tensor
+//! or field at fault, in time, before weights are read.
+
+use safetensors::SafeTensors;
+use safetensors::tensor::TensorView;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+use twinfer_config::Dtype;
+use twinfer_engine::{Executor, KvMemory, LoadOptions, ModelError, SeqWork, check, load};
+
+const WEIGHTS: &str = "model.safetensors";
+const INDEX: &str = "model.safetensors.index.json";
+const NORM: &str = "model.norm.weight";
+
+/// A tensor as stored: type, shape, bytes.
+type Tensor = (safetensors::Dtype, Vec<usize>, Vec<u8>);
+type Tensors = BTreeMap<String, Tensor>;
+
+struct Model {
+    dir: TempDir,
+}
+
+impl Model {
+    fn copy() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let golden =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata/golden/deepseek_v3");
+        for file in ["config.json", WEIGHTS] {
+            fs::copy(golden.join(file), dir.path().join(file)).unwrap();
+        }
+        Self { dir }
+    }
+
+    fn path(&self, file: &str) -> PathBuf {
+        self.dir.path().join(file)
+    }
+
+    fn size(&self, file: &str) -> u64 {
+        fs::metadata(self.path(file)).unwrap().len()
+    }
+
+    fn tensors(&self) -> Tensors {
+        let bytes = fs::read(self.path(WEIGHTS)).unwrap();
+        let file = SafeTensors::deserialize(&bytes).unwrap();
+        file.tensors()
+            .into_iter()
+            .map(|(name, t)| (name, (t.dtype(), t.shape().to_vec(), t.data().to_vec())))
+            .collect()
+    }
+
+    fn write(&self, file: &str, tensors: &Tensors) {
+        let views = tensors.iter().map(|(name, (dtype, shape, data))| {
+            (
+                name.clone(),
+                TensorView::new(*dtype, shape.clone(), data).unwrap(),
+            )
+        });
+        let bytes = safetensors::serialize(views, None).unwrap();
+        fs::write(self.path(file), bytes).unwrap();
+    }
+
+    /// Changes the tensors of the single file.
+    fn edit(&self, change: impl FnOnce(&mut Tensors)) {
+        let mut tensors = self.tensors();
+        change(&mut tensors);
+        self.write(WEIGHTS, &tensors);
+    }
+
+    fn configure(&self, field: &str, value: Value) {
+        let text = fs::read_to_string(self.path("config.json")).unwrap();
+        let mut config: Value = serde_json::from_str(&text).unwrap();
+        config[field] = value;
+        fs::write(self.path("config.json"), config.to_string()).unwrap();
+    }
+
+    fn index(&self, map: &BTreeMap<String, String>) {
+        fs::write(
+            self.path(INDEX),
+            json!({"metadata": {}, "weight_map": map}).to_string(),
+        )
+        .unwrap();
+    }
+
+    /// Cuts the file into `count` shards with an index; returns the map.
+    fn shard(&self, count: usize) -> BTreeMap<String, String> {
+        let mut shards: Vec<Tensors> = vec![Tensors::new(); count];
+        let mut map = BTreeMap::new();
+        for (number, (name, tensor)) in self.tensors().into_iter().enumerate() {
+            map.insert(name.clone(), shard_name(number % count, count));
+            shards[number % count].insert(name, tensor);
+        }
+        for (number, tensors) in shards.iter().enumerate() {
+            self.write(&shard_name(number, count), tensors);
+        }
+        fs::remove_file(self.path(WEIGHTS)).unwrap();
+        self.index(&map);
+        map
+    }
+
+    /// Refused within 5 s; the message holds all words.
+    fn refused(&self, words: &[&str]) -> ModelError {
+        let start = Instant::now();
+        let error = check(self.dir.path(), &options())
+            .err()
+            .expect("a broken model is refused");
+        assert!(start.elapsed() < Duration::from_secs(5));
+        let text = error.to_string();
+        for word in words {
+            assert!(text.contains(word), "{word:?} is not named in: {text}");
+        }
+        error
+    }
+
+    /// Logits behind a short prompt.
+    fn logits(&self) -> Vec<f32> {
+        let mut executor = load(self.dir.path(), &options()).unwrap().executor;
+        let mut logits = Vec::new();
+        let work = SeqWork {
+            tokens: &[500, 1, 2, 3],
+            start: 0,
+            blocks: &[0],
+            logits: true,
+        };
+        executor.execute(&[work], &mut logits).unwrap();
+        logits
+    }
+}
+
+fn options() -> LoadOptions<'static> {
+    LoadOptions {
+        kv: KvMemory::Blocks(4),
+        ..LoadOptions::default()
+    }
+}
+
+fn shard_name(number: usize, count: usize) -> String {
+    format!("model-{:05}-of-{count:05}.safetensors", number + 1)
+}
+
+#[test]
+fn shards_with_an_index_give_the_same_model_as_one_file() {
+    let (whole, sharded) = (Model::copy(), Model::copy());
+    sharded.shard(4);
+    assert_eq!(whole.logits(), sharded.logits());
+    let fingerprint = |model: &Model| load(model.dir.path(), &options()).unwrap().fingerprint;
+    assert_eq!(fingerprint(&whole), fingerprint(&sharded));
+}
+
+// C6.1
+
+#[test]
+fn a_removed_shard_is_named() {
+    let model = Model::copy();
+    model.shard(4);
+    fs::remove_file(model.path(&shard_name(1, 4))).unwrap();
+    model.refused(&[INDEX, &shard_name(1, 4)]);
+}
+
+#[test]
+fn all_removed_shards_are_named_at_once() {
+    let model = Model::copy();
+    model.shard(4);
+    fs::remove_file(model.path(&shard_name(0, 4))).unwrap();
+    fs::remove_file(model.path(&shard_name(3, 4))).unwrap();
+    model.refused(&[&shard_name(0, 4), &shard_name(3, 4)]);
+}
+
+#[test]
+fn a_renamed_shard_is_named_with_the_file_it_may_have_become() {
+    let model = Model::copy();
+    model.shard(4);
+    fs::rename(
+        model.path(&shard_name(2, 4)),
+        model.path("model-3.safetensors"),
+    )
+    .unwrap();
+    model.refused(&[&shard_name(2, 4), "model-3.safetensors"]);
+}
+
+#[test]
+fn a_tensor_that_its_shard_lacks_is_named_with_the_shard() {
+    let model = Model::copy();
+    let map = model.shard(2);
+    let file = map[NORM].clone();
+    let bytes = fs::read(model.path(&file)).unwrap();
+    let mut tensors: Tensors = SafeTensors::deserialize(&bytes)
+        .unwrap()
+        .tensors()
+        .into_iter()
+        .map(|(name, t)| (name, (t.dtype(), t.shape().to_vec(), t.data().to_vec())))
+        .collect();
+    tensors.remove(NORM).unwrap();
+    model.write(&file, &tensors);
+    model.refused(&[NORM, &file]);
+}
+
+#[test]
+fn a_tensor_in_another_shard_than_the_index_says_is_named() {
+    let model = Model::copy();
+    let mut map = model.shard(2);
+    let right = map[NORM].clone();
+    let wrong = if right == shard_name(0, 2) {
+        shard_name(1, 2)
+    } else {
+        shard_name(0, 2)
+    };
+    map.insert(NORM.to_owned(), wrong.clone());
+    model.index(&map);
+    model.refused(&[NORM, &right, &wrong]);
+}
+
+#[test]
+fn several_files_without_an_index_are_refused() {
+    let model = Model::copy();
+    model.shard(2);
+    fs::remove_file(model.path(INDEX)).unwrap();
+    model.refused(&[
+        "2 weight files",
+        &shard_name(0, 2),
+        &shard_name(1, 2),
+        INDEX,
+    ]);
+}
+
+#[test]
+fn a_whole_file_beside_an_index_of_others_is_refused() {
+    let model = Model::copy();
+    let whole = fs::read(model.path(WEIGHTS)).unwrap();
+    model.shard(2);
+    fs::write(model.path(WEIGHTS), whole).unwrap();
+    model.refused(&[WEIGHTS, INDEX, "remove"]);
+}
+
+#[test]
+fn a_tensor_in_two_shards_is_refused() {
+    let model = Model::copy();
+    let map = model.shard(2);
+    let tensors = Model::copy().tensors();
+    for number in 0..2 {
+        let mut shard: Tensors = tensors
+            .iter()
+            .filter(|(name, _)| map[*name] == shard_name(number, 2))
+            .map(|(n, t)| (n.clone(), t.clone()))
+            .collect();
+        shard.insert(NORM.to_owned(), tensors[NORM].clone());
+        model.write(&shard_name(number, 2), &shard);
+    }
+    model.refused(&[NORM, "both", &shard_name(0, 2), &shard_name(1, 2)]);
+}
+
+#[test]
+fn a_broken_index_is_refused() {
+    let model = Model::copy();
+    model.shard(2);
+    for text in [
+        "",
+        "<!DOCTYPE html>",
+        "[]",
+        "{}",
+        r#"{"weight_map": []}"#,
+        r#"{"weight_map": {}}"#,
+    ] {
+        fs::write(model.path(INDEX), text).unwrap();
+        model.refused(&[INDEX]);
+    }
+}
+
+#[test]
+fn an_index_cannot_reach_files_outside_of_the_directory() {
+    let model = Model::copy();
+    let mut map = model.shard(2);
+    for file in [
+        "../model.safetensors",
+        "/etc/passwd",
+        "..",
+        "a/b.safetensors",
+        "",
+    ] {
+        map.insert(NORM.to_owned(), file.to_owned());
+        model.index(&map);
+        model.refused(&[INDEX, NORM, "same directory"]);
+    }
+    map.insert(NORM.to_owned(), 7.to_string());
+    model.index(&map);
+    model.refused(&["7"]);
+}
+
+#[test]
+fn a_link_out_of_the_directory_is_refused_and_one_inside_is_followed() {
+    let outside = Model::copy();
+    let model = Model::copy();
+    fs::remove_file(model.path(WEIGHTS)).unwrap();
+    symlink(outside.path(WEIGHTS), model.path(WEIGHTS)).unwrap();
+    model.refused(&[WEIGHTS, "link"]);
+
+    fs::remove_file(model.path(WEIGHTS)).unwrap();
+    fs::copy(outside.path(WEIGHTS), model.path("blob")).unwrap();
+    symlink("blob", model.path(WEIGHTS)).unwrap();
+    assert!(check(model.dir.path(), &options()).is_ok());
+
+    let config = Model::copy();
+    fs::remove_file(config.path("config.json")).unwrap();
+    symlink("/etc/hostname", config.path("config.json")).unwrap();
+    config.refused(&["config.json", "link"]);
+}
+
+#[test]
+fn the_hub_caches_own_links_are_followed() {
+    let source = Model::copy();
+    let hub = tempfile::tempdir().unwrap();
+    let (blobs, snapshot) = (hub.path().join("blobs"), hub.path().join("snapshots/abc"));
+    fs::create_dir_all(&blobs).unwrap();
+    fs::create_dir_all(&snapshot).unwrap();
+    for file in ["config.json", WEIGHTS] {
+        fs::copy(source.path(file), blobs.join(file)).unwrap();
+        symlink(format!("../../blobs/{file}"), snapshot.join(file)).unwrap();
+    }
+    assert!(check(&snapshot, &options()).is_ok());
+}
+
+#[test]
+fn pickle_files_are_refused_with_the_reason() {
+    let model = Model::copy();
+    fs::rename(model.path(WEIGHTS), model.path("pytorch_model.bin")).unwrap();
+    model.refused(&["pytorch_model.bin", "pickle", "safetensors"]);
+}
+
+#[test]
+fn a_directory_without_weights_or_config_or_no_directory_is_named() {
+    let model = Model::copy();
+    fs::remove_file(model.path(WEIGHTS)).unwrap();
+    model.refused(&["no weight files", WEIGHTS]);
+    fs::remove_file(model.path("config.json")).unwrap();
+    model.refused(&["config.json"]);
+    let gone = check(&model.path("gone"), &options())
+        .unwrap_err()
+        .to_string();
+    assert!(
+        gone.contains("gone") && gone.contains("does not exist"),
+        "{gone}"
+    );
+    fs::write(model.path("file"), "x").unwrap();
+    let file = check(&model.path("file"), &options())
+        .unwrap_err()
+        .to_string();
+    assert!(file.contains("not a directory"), "{file}");
+}
+
+// C6.2
+
+#[test]
+fn a_file_truncated_by_one_byte_is_named_with_both_sizes() {
+    let model = Model::copy();
+    let size = model.size(WEIGHTS);
+    fs::File::options()
+        .write(true)
+        .open(model.path(WEIGHTS))
+        .unwrap()
+        .set_len(size - 1)
+        .unwrap();
+    model.refused(&[
+        WEIGHTS,
+        "truncated",
+        &size.to_string(),
+        &(size - 1).to_string(),
+    ]);
+}
+
+#[test]
+fn a_file_with_bytes_too_many_is_named_with_both_sizes() {
+    let model = Model::copy();
+    let size = model.size(WEIGHTS);
+    fs::File::options()
+        .write(true)
+        .open(model.path(WEIGHTS))
+        .unwrap()
+        .set_len(size + 1)
+        .unwrap();
+    model.refused(&[WEIGHTS, &size.to_string(), &(size + 1).to_string()]);
+}
+
+#[test]
+fn a_file_truncated_in_its_header_is_named_with_both_sizes() {
+    let model = Model::copy();
+    fs::File::options()
+        .write(true)
+        .open(model.path(WEIGHTS))
+        .unwrap()
+        .set_len(100)
+        .unwrap();
+    model.refused(&[WEIGHTS, "header", "100"]);
+    fs::File::options()
+        .write(true)
+        .open(model.path(WEIGHTS))
+        .unwrap()
+        .set_len(5)
+        .unwrap();
+    model.refused(&[WEIGHTS, "5 bytes"]);
+}
+
+#[test]
+fn an_empty_file_is_named() {
+    let model = Model::copy();
+    fs::write(model.path(WEIGHTS), b"").unwrap();
+    model.refused(&[WEIGHTS, "empty", "0 bytes"]);
+}
+
+#[test]
+fn an_lfs_pointer_is_recognised_and_tells_the_expected_size() {
+    let model = Model::copy();
+    let text = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345678\n";
+    fs::write(model.path(WEIGHTS), text).unwrap();
+    model.refused(&[WEIGHTS, "LFS", "12345678", &text.len().to_string()]);
+}
+
+#[test]
+fn a_web_page_is_recognised() {
+    for page in [
+        "<!DOCTYPE html><html></html>",
+        "\n  <html><body>Sign in</body></html>",
+    ] {
+        let model = Model::copy();
+        fs::write(model.path(WEIGHTS), page).unwrap();
+        model.refused(&[WEIGHTS, "web page", &page.len().to_string()]);
+    }
+}
+
+#[test]
+fn other_text_and_hostile_headers_are_refused() {
+    let header = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
+    let cases: [Vec<u8>; 8] = [
+        b"{\"error\": \"Repository not found\"}".to_vec(),
+        u64::MAX.to_le_bytes().to_vec(),
+        (1u64 << 40).to_le_bytes().to_vec(),
+        header("not json"),
+        header(r#"{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}"#),
+        header(r#"{"a": {"dtype": "F32", "shape": [4], "data_offsets": [16, 0]}}"#),
+        header(
+            r#"{"a": {"dtype": "F32", "shape": [18446744073709551615, 2], "data_offsets": [0, 8]}}"#,
+        ),
+        header(r#"{"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}"#),
+    ];
+    for bytes in cases {
+        let model = Model::copy();
+        fs::write(model.path(WEIGHTS), &bytes).unwrap();
+        model.refused(&[WEIGHTS]);
+    }
+}
+
+#[test]
+fn a_file_that_cannot_be_read_is_named() {
+    let model = Model::copy();
+    fs::remove_file(model.path(WEIGHTS)).unwrap();
+    fs::create_dir(model.path(WEIGHTS)).unwrap();
+    model.refused(&[WEIGHTS]);
+    fs::remove_dir(model.path(WEIGHTS)).unwrap();
+    symlink("nowhere", model.path(WEIGHTS)).unwrap();
+    model.refused(&[WEIGHTS]);
+}
+
+/// Loads while the file is changed by `change` after the first tensor was read.
+fn changed_while_loading(change: impl Fn(&Path) + Sync) -> String {
+    let model = Model::copy();
+    let path = model.path(WEIGHTS);
+    let calls = AtomicU64::new(0);
+    let progress = |_done: u64, _total: u64| {
+        if calls.fetch_add(1, Ordering::Relaxed) == 0 {
+            change(&path);
+        }
+    };
+    let start = Instant::now();
+    let error = load(
+        model.dir.path(),
+        &LoadOptions {
+            progress: Some(&progress),
+            ..options()
+        },
+    )
+    .unwrap_err();
+    assert!(start.elapsed() < Duration::from_secs(5));
+    let text = error.to_string();
+    assert!(text.contains(WEIGHTS) && text.contains("changed"), "{text}");
+    text
+}
+
+#[test]
+fn a_file_truncated_while_loading_is_named_with_both_sizes() {
+    let size = Model::copy().size(WEIGHTS);
+    let text = changed_while_loading(|path| {
+        fs::File::options()
+            .write(true)
+            .open(path)
+            .unwrap()
+            .set_len(30_000)
+            .unwrap();
+    });
+    assert!(
+        text.contains(&size.to_string()) && text.contains("30000"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_file_overwritten_while_loading_is_noticed_even_at_equal_size() {
+    changed_while_loading(|path| {
+        use std::os::unix::fs::FileExt;
+        let file = fs::File::options().write(true).open(path).unwrap();
+        file.write_all_at(&[1, 2, 3, 4], 500_000).unwrap();
+        // Clocks of file systems tick slower than this test runs.
+        let later = std::time::SystemTime::now() + Duration::from_secs(1);
+        file.set_modified(later).unwrap();
+    });
+}
+
+// Tensors
+
+#[test]
+fn all_missing_tensors_are_listed_at_once() {
+    let names = [
+        "model.layers.1.mlp.experts.7.down_proj.weight",
+        "model.layers.2.mlp.gate.e_score_correction_bias",
+        "model.layers.0.input_layernorm.weight",
+        "lm_head.weight",
+    ];
+    let model = Model::copy();
+    model.edit(|tensors| {
+        names
+            .iter()
+            .for_each(|name| drop(tensors.remove(*name).unwrap()))
+    });
+    let error = model.refused(&names);
+    assert!(
+        error.to_string().contains("4 tensors are missing"),
+        "{error}"
+    );
+}
+
+#[test]
+fn shapes_and_types_that_do_not_fit_are_listed_with_both() {
+    let model = Model::copy();
+    model.edit(|tensors| {
+        tensors.get_mut(NORM).unwrap().1 = vec![1, 64];
+        tensors.get_mut("lm_head.weight").unwrap().0 = safetensors::Dtype::F16;
+    });
+    model.refused(&[
+        NORM,
+        "[1, 64]",
+        "[64]",
+        "lm_head.weight",
+        "F16",
+        "BF16, F32",
+    ]);
+}
+
+#[test]
+fn an_expert_count_that_differs_from_the_files_is_noticed() {
+    let model = Model::copy();
+    model.configure("n_routed_experts", json!(32));
+    model.refused(&[
+        "model.layers.1.mlp.experts.16.gate_proj.weight",
+        "model.layers.1.mlp.gate.weight",
+        "[32, 64]",
+    ]);
+    model.configure("n_routed_experts", json!(8));
+    model.refused(&["model.layers.1.mlp.gate.weight", "[8, 64]"]);
+}
+
+#[test]
+fn unknown_tensors_are_told_and_the_mtp_layer_is_not() {
+    let model = Model::copy();
+    assert_eq!(
+        check(model.dir.path(), &options()).unwrap().warnings,
+        [""; 0]
+    );
+    model.edit(|tensors| {
+        let norm = tensors[NORM].clone();
+        tensors.insert("model.layers.0.novelty.weight".to_owned(), norm);
+    });
+    let warnings = check(model.dir.path(), &options()).unwrap().warnings;
+    assert!(
+        warnings.len() == 1 && warnings[0].contains("model.layers.0.novelty.weight"),
+        "{warnings:?}"
+    );
+}
+
+#[test]
+fn a_checkpoint_without_the_mtp_layer_gives_the_same_answers() {
+    let (with, without) = (Model::copy(), Model::copy());
+    without.edit(|tensors| tensors.retain(|name, _| !name.starts_with("model.layers.3.")));
+    assert_eq!(with.logits(), without.logits());
+}
+
+#[test]
+fn a_tied_head_is_the_embedding_whether_or_not_the_file_has_one() {
+    let (absent, equal, other, untied) =
+        (Model::copy(), Model::copy(), Model::copy(), Model::copy());
+    for model in [&absent, &equal, &other] {
+        model.configure("tie_word_embeddings", json!(true));
+    }
+    absent.edit(|tensors| drop(tensors.remove("lm_head.weight").unwrap()));
+    equal.edit(|tensors| {
+        let embedding = tensors["model.embed_tokens.weight"].clone();
+        tensors.insert("lm_head.weight".to_owned(), embedding);
+    });
+    assert_eq!(absent.logits(), equal.logits());
+    assert_eq!(absent.logits(), other.logits());
+    assert_ne!(absent.logits(), untied.logits());
+    let warnings = |model: &Model| load(model.dir.path(), &options()).unwrap().warnings;
+    assert!(warnings(&equal).is_empty() && warnings(&absent).is_empty());
+    assert!(
+        warnings(&other)[0].contains("lm_head.weight"),
+        "{:?}",
+        warnings(&other)
+    );
+}
+
+#[test]
+fn weights_in_f32_give_the_bits_of_equal_weights_in_bf16() {
+    let (narrow, wide) = (Model::copy(), Model::copy());
+    wide.edit(|tensors| {
+        for (dtype, _, data) in tensors.values_mut() {
+            if *dtype == safetensors::Dtype::BF16 {
+                *dtype = safetensors::Dtype::F32;
+                *data = data
+                    .as_chunks::<2>()
+                    .0
+                    .iter()
+                    .flat_map(|[a, b]| [0, 0, *a, *b])
+                    .collect();
+            }
+        }
+    });
+    assert_eq!(narrow.logits(), wide.logits());
+}
+
+// Fingerprint, options, memory
+
+#[test]
+fn the_fingerprint_tells_apart_what_gives_other_answers() {
+    let model = Model::copy();
+    let print = |model: &Model, options: &LoadOptions<'_>| {
+        load(model.dir.path(), options).unwrap().fingerprint
+    };
+    let base = print(&model, &options());
+    assert_eq!(
+        base,
+        print(
+            &model,
+            &LoadOptions {
+                threads: 2,
+                ..options()
+            }
+        )
+    );
+    assert_eq!(base.id.len(), 32);
+
+    let changed = Model::copy();
+    changed.edit(|tensors| {
+        tensors
+            .get_mut("model.layers.2.mlp.experts.9.up_proj.weight")
+            .unwrap()
+            .2[100] ^= 1
+    });
+    let changed = print(&changed, &options());
+    assert!(
+        changed.weights != base.weights && changed.config == base.config && changed.id != base.id
+    );
+
+    let scaled = Model::copy();
+    scaled.configure("routed_scaling_factor", json!(1.0));
+    let scaled = print(&scaled, &options());
+    assert!(scaled.config != base.config && scaled.weights == base.weights && scaled.id != base.id);
+
+    for other in [
+        LoadOptions {
+            dtype: Dtype::F32,
+            ..options()
+        },
+        LoadOptions {
+            block_size: 32,
+            ..options()
+        },
+        LoadOptions {
+            tokenizer_hash: "x".to_owned(),
+            ..options()
+        },
+    ] {
+        assert_ne!(print(&model, &other).id, base.id);
+    }
+}
+
+#[test]
+fn kv_memory_that_is_not_there_is_refused_before_anything_is_read() {
+    let model = Model::copy();
+    let huge = LoadOptions {
+        kv: KvMemory::Bytes(1 << 50),
+        ..options()
+    };
+    let text = check(model.dir.path(), &huge).unwrap_err().to_string();
+    assert!(
+        text.contains("kv-cache-memory") && text.contains(&(1u64 << 50).to_string()),
+        "{text}"
+    );
+    let blocks = LoadOptions {
+        kv: KvMemory::Blocks(u32::MAX),
+        block_size: 4096,
+        ..options()
+    };
+    assert!(check(model.dir.path(), &blocks).is_err());
+    let tiny = LoadOptions {
+        kv: KvMemory::Bytes(10),
+        ..options()
+    };
+    assert!(
+        check(model.dir.path(), &tiny)
+            .unwrap_err()
+            .to_string()
+            .contains("block")
+    );
+
+    // A pool larger than all sequences together can use is not reserved.
+    let share = LoadOptions {
+        kv: KvMemory::Share(0.25),
+        max_num_seqs: 2,
+        max_model_len: Some(100),
+        ..options()
+    };
+    assert_eq!(check(model.dir.path(), &share).unwrap().num_blocks, 14);
+}
+
+#[test]
+fn options_out_of_range_are_refused_by_name() {
+    let model = Model::copy();
+    let cases = [
+        (
+            LoadOptions {
+                threads: 0,
+                ..options()
+            },
+            "threads",
+        ),
+        (
+            LoadOptions {
+                block_size: 0,
+                ..options()
+            },
+            "block-size",
+        ),
+        (
+            LoadOptions {
+                max_model_len: Some(1025),
+                ..options()
+            },
+            "1025",
+        ),
+        (
+            LoadOptions {
+                max_model_len: Some(0),
+                ..options()
+            },
+            "max-model-len",
+        ),
+        (
+            LoadOptions {
+                kv: KvMemory::Share(0.0),
+                ..options()
+            },
+            "share",
+        ),
+        (
+            LoadOptions {
+                kv: KvMemory::Share(f64::NAN),
+                ..options()
+            },
+            "share",
+        ),
+        (
+            LoadOptions {
+                isa: Some("sse9".to_owned()),
+                ..options()
+            },
+            "sse9",
+        ),
+    ];
+    for (options, word) in cases {
+        let text = check(model.dir.path(), &options).unwrap_err().to_string();
+        assert!(text.contains(word) && text.contains("allowed"), "{text}");
+    }
+}
+
+#[test]
+fn progress_ends_at_all_bytes() {
+    let model = Model::copy();
+    let (most, totals) = (AtomicU64::new(0), AtomicU64::new(0));
+    let progress = |done: u64, total: u64| {
+        most.fetch_max(done, Ordering::Relaxed);
+        totals.store(total, Ordering::Relaxed);
+    };
+    let loaded = load(
+        model.dir.path(),
+        &LoadOptions {
+            threads: 2,
+            progress: Some(&progress),
+            ..options()
+        },
+    )
+    .unwrap();
+    assert_eq!(most.into_inner(), loaded.weight_bytes);
+    assert_eq!(totals.into_inner(), loaded.weight_bytes);
+}
