@@ -1,8 +1,19 @@
 //! Operations on rows: norms, activations, sums, rotary embedding.
 
 use crate::error::ensure_shape;
-use crate::math::sigmoid;
-use crate::{Isa, KernelError, ThreadTeam, reference};
+use crate::reference::LANES as STEP;
+use crate::simd::{Simd, exp, simd_kernel};
+use crate::{Isa, K_BLOCK, KernelError, ThreadTeam};
+
+/// Values of a task, about four microseconds.
+const TASK_VALUES: usize = 1 << 14;
+
+/// A buffer that tasks write disjoint parts of.
+#[derive(Clone, Copy)]
+struct Parts(*mut f32);
+
+// SAFETY: only tasks of one call use it, on disjoint parts, while the call holds the borrow.
+unsafe impl Sync for Parts {}
 
 /// x / sqrt(mean(x²) + ε) · weight for every row of x; the row width is that of `weight`.
 ///
@@ -15,7 +26,6 @@ pub fn rms_norm(
     epsilon: f32,
     out: &mut [f32],
 ) -> Result<(), KernelError> {
-    let _ = team;
     let width = weight.len();
     ensure_shape!(
         width > 0 && x.len().is_multiple_of(width) && out.len() == x.len(),
@@ -23,10 +33,26 @@ pub fn rms_norm(
         x.len(),
         out.len()
     );
-    for (x, out) in x.chunks(width).zip(out.chunks_mut(width)) {
-        reference::rms_norm_row(x, weight, epsilon, out);
-    }
-    Ok(())
+    let rows = x.len() / width;
+    let task_rows = TASK_VALUES.div_ceil(width);
+    let out = Parts(out.as_mut_ptr());
+    team.run_worth(x.len() / 4, rows.div_ceil(task_rows), |task, _| {
+        let out = &out;
+        for row in task * task_rows..rows.min((task + 1) * task_rows) {
+            let x = &x[row * width..(row + 1) * width];
+            // SAFETY: rows are inside the buffers and disjoint between tasks.
+            unsafe {
+                run_norm(
+                    team.isa(),
+                    x.as_ptr(),
+                    weight.as_ptr(),
+                    epsilon,
+                    out.0.add(row * width),
+                    width,
+                )
+            };
+        }
+    })
 }
 
 /// [`rms_norm`] of one row.
@@ -40,7 +66,6 @@ pub fn rms_norm_row(
     epsilon: f32,
     out: &mut [f32],
 ) -> Result<(), KernelError> {
-    let _ = isa;
     ensure_shape!(
         !x.is_empty() && x.len() == weight.len() && x.len() == out.len(),
         "norm of a row of {} into {} values with {} weights",
@@ -48,7 +73,17 @@ pub fn rms_norm_row(
         out.len(),
         weight.len()
     );
-    reference::rms_norm_row(x, weight, epsilon, out);
+    // SAFETY: all three have the same length.
+    unsafe {
+        run_norm(
+            isa,
+            x.as_ptr(),
+            weight.as_ptr(),
+            epsilon,
+            out.as_mut_ptr(),
+            x.len(),
+        )
+    };
     Ok(())
 }
 
@@ -62,8 +97,24 @@ pub fn rms_norm_row_in_place(
     weight: &[f32],
     epsilon: f32,
 ) -> Result<(), KernelError> {
-    let copy = x.to_vec();
-    rms_norm_row(isa, &copy, weight, epsilon, x)
+    ensure_shape!(
+        !x.is_empty() && x.len() == weight.len(),
+        "norm of a row of {} values with {} weights",
+        x.len(),
+        weight.len()
+    );
+    // SAFETY: both have the same length; the kernel reads x whole before it writes, and then value by value.
+    unsafe {
+        run_norm(
+            isa,
+            x.as_ptr(),
+            weight.as_ptr(),
+            epsilon,
+            x.as_mut_ptr(),
+            x.len(),
+        )
+    };
+    Ok(())
 }
 
 /// gate ← silu(gate) · up.
@@ -71,15 +122,23 @@ pub fn rms_norm_row_in_place(
 /// # Errors
 /// [`KernelError::Shape`] unless both have the same length; [`KernelError::Panicked`].
 pub fn silu_mul(team: &ThreadTeam, gate: &mut [f32], up: &[f32]) -> Result<(), KernelError> {
-    let _ = team;
     ensure_shape!(
         gate.len() == up.len(),
         "{} gates for {} values",
         gate.len(),
         up.len()
     );
-    reference::silu_mul(gate, up);
-    Ok(())
+    let length = up.len();
+    let gate = Parts(gate.as_mut_ptr());
+    team.run_worth(length / 2, length.div_ceil(TASK_VALUES), |task, _| {
+        let gate = &gate;
+        let start = task * TASK_VALUES;
+        // SAFETY: the part is inside both buffers and disjoint from other tasks'.
+        unsafe {
+            let count = TASK_VALUES.min(length - start);
+            run_silu_mul(team.isa(), gate.0.add(start), up.as_ptr().add(start), count);
+        }
+    })
 }
 
 /// y ← y + x.
@@ -134,12 +193,206 @@ pub fn rope_interleaved(row: &mut [f32], cos: &[f32], sin: &[f32]) -> Result<(),
 
 /// x ← 1 / (1 + e^−x).
 pub fn sigmoid_in_place(isa: Isa, values: &mut [f32]) {
-    let _ = isa;
-    values.iter_mut().for_each(|value| *value = sigmoid(*value));
+    // SAFETY: pointer and length are those of the slice.
+    unsafe { run_sigmoid(isa, values.as_mut_ptr(), values.len()) }
 }
 
 /// Softmax of one row; an empty row stays empty.
 pub fn softmax_in_place(isa: Isa, row: &mut [f32]) {
-    let _ = isa;
-    reference::softmax_in_place(row);
+    // SAFETY: pointer and length are those of the slice.
+    unsafe { run_softmax(isa, row.as_mut_ptr(), row.len()) }
+}
+
+simd_kernel! {
+    fn run_norm = norm(x: *const f32, weight: *const f32, epsilon: f32, out: *mut f32, length: usize)
+}
+simd_kernel! {
+    fn run_silu_mul = silu_mul_kernel(gate: *mut f32, up: *const f32, length: usize)
+}
+simd_kernel! {
+    fn run_sigmoid = sigmoid_kernel(values: *mut f32, length: usize)
+}
+simd_kernel! {
+    fn run_softmax = softmax(row: *mut f32, length: usize)
+}
+
+/// # Safety
+/// All three pointers are valid for `length` > 0 values; `out` may be `x`.
+#[inline(always)]
+unsafe fn norm<S: Simd>(
+    x: *const f32,
+    weight: *const f32,
+    epsilon: f32,
+    out: *mut f32,
+    length: usize,
+) {
+    // SAFETY: the caller's duty.
+    unsafe {
+        let mut squares = 0.0;
+        for start in (0..length).step_by(K_BLOCK) {
+            let sum = sum_of_squares::<S>(x.add(start), K_BLOCK.min(length - start));
+            squares = if start == 0 { sum } else { squares + sum };
+        }
+        let scale = 1.0 / (squares / length as f32 + epsilon).sqrt();
+        let scales = S::splat(scale);
+        let whole = length - length % S::LANES;
+        for i in (0..whole).step_by(S::LANES) {
+            let v = S::mul(S::mul(S::load(x.add(i)), scales), S::load(weight.add(i)));
+            S::store(out.add(i), v);
+        }
+        for i in whole..length {
+            out.add(i)
+                .write(x.add(i).read() * scale * weight.add(i).read());
+        }
+    }
+}
+
+/// One block's sum of squares by the definition of products.
+#[inline(always)]
+unsafe fn sum_of_squares<S: Simd>(x: *const f32, length: usize) -> f32 {
+    // SAFETY: the caller grants `length` values.
+    unsafe {
+        let mut parts = [S::splat(0.0); 4];
+        for step in 0..length.div_ceil(STEP) {
+            for part in 0..S::PARTS {
+                let v = load_padded::<S>(x, step * STEP + part * S::LANES, length, 0.0);
+                parts[part] = S::fma(v, v, parts[part]);
+            }
+        }
+        S::add_lanes(S::fold_parts(parts))
+    }
+}
+
+/// The vector at `place`; `pad` from `length` on.
+#[inline(always)]
+unsafe fn load_padded<S: Simd>(values: *const f32, place: usize, length: usize, pad: f32) -> S::V {
+    // SAFETY: the caller grants `length` values; none behind is read.
+    unsafe {
+        if place + S::LANES <= length {
+            return S::load(values.add(place));
+        }
+        let mut padded = [pad; STEP];
+        for i in place..length {
+            padded[i - place] = values.add(i).read();
+        }
+        S::load(padded.as_ptr())
+    }
+}
+
+/// Stores what of a vector lies before `length`.
+#[inline(always)]
+unsafe fn store_padded<S: Simd>(values: *mut f32, place: usize, length: usize, v: S::V) {
+    // SAFETY: the caller grants `length` values; none behind is written.
+    unsafe {
+        if place + S::LANES <= length {
+            S::store(values.add(place), v);
+        } else if place < length {
+            S::store_part(values.add(place), v, length - place);
+        }
+    }
+}
+
+/// 1 + e^−x.
+#[inline(always)]
+unsafe fn one_plus_exp_minus<S: Simd>(x: S::V) -> S::V {
+    // SAFETY: the caller's duty.
+    unsafe { S::add(S::splat(1.0), exp::<S>(S::mul(x, S::splat(-1.0)))) }
+}
+
+/// # Safety
+/// Both pointers are valid for `length` values.
+#[inline(always)]
+unsafe fn silu_mul_kernel<S: Simd>(gate: *mut f32, up: *const f32, length: usize) {
+    for place in (0..length).step_by(S::LANES) {
+        // SAFETY: the caller's duty.
+        unsafe {
+            let g = load_padded::<S>(gate, place, length, 0.0);
+            let u = load_padded::<S>(up, place, length, 0.0);
+            let v = S::mul(S::div(g, one_plus_exp_minus::<S>(g)), u);
+            store_padded::<S>(gate, place, length, v);
+        }
+    }
+}
+
+/// # Safety
+/// The pointer is valid for `length` values.
+#[inline(always)]
+unsafe fn sigmoid_kernel<S: Simd>(values: *mut f32, length: usize) {
+    for place in (0..length).step_by(S::LANES) {
+        // SAFETY: the caller's duty.
+        unsafe {
+            let x = load_padded::<S>(values, place, length, 0.0);
+            store_padded::<S>(
+                values,
+                place,
+                length,
+                S::div(S::splat(1.0), one_plus_exp_minus::<S>(x)),
+            );
+        }
+    }
+}
+
+/// # Safety
+/// The pointer is valid for `length` values.
+#[inline(always)]
+unsafe fn softmax<S: Simd>(row: *mut f32, length: usize) {
+    // SAFETY: the caller's duty.
+    unsafe {
+        let largest = largest::<S>(row, length);
+        let sums = exp_and_sum::<S>(row, length, largest);
+        let sums = S::splat(sums);
+        for place in (0..length).step_by(S::LANES) {
+            let v = load_padded::<S>(row, place, length, 0.0);
+            store_padded::<S>(row, place, length, S::div(v, sums));
+        }
+    }
+}
+
+/// The largest of some values, NaN left out; −∞ for none.
+///
+/// # Safety
+/// The pointer is valid for `length` values.
+#[inline(always)]
+pub(crate) unsafe fn largest<S: Simd>(values: *const f32, length: usize) -> f32 {
+    // SAFETY: the caller's duty.
+    unsafe {
+        let mut largest = S::splat(f32::NEG_INFINITY);
+        for place in (0..length).step_by(S::LANES) {
+            largest = S::larger(
+                load_padded::<S>(values, place, length, f32::NEG_INFINITY),
+                largest,
+            );
+        }
+        let mut lanes = [f32::NEG_INFINITY; STEP];
+        S::store(lanes.as_mut_ptr(), largest);
+        let mut result = f32::NEG_INFINITY;
+        for lane in lanes {
+            result = if lane > result { lane } else { result };
+        }
+        result
+    }
+}
+
+/// values ← e^(value − largest); their sum by sixteen lanes.
+///
+/// # Safety
+/// The pointer is valid for `length` values.
+#[inline(always)]
+pub(crate) unsafe fn exp_and_sum<S: Simd>(values: *mut f32, length: usize, largest: f32) -> f32 {
+    // SAFETY: the caller's duty.
+    unsafe {
+        let shift = S::splat(largest);
+        let mut parts = [S::splat(0.0); 4];
+        for step in 0..length.div_ceil(STEP) {
+            for part in 0..S::PARTS {
+                let place = step * STEP + part * S::LANES;
+                // The exponential of −∞ is 0, which leaves sums of non-negative values as they are.
+                let v = load_padded::<S>(values, place, length, f32::NEG_INFINITY);
+                let v = exp::<S>(S::sub(v, shift));
+                store_padded::<S>(values, place, length, v);
+                parts[part] = S::add(parts[part], v);
+            }
+        }
+        S::add_lanes(S::fold_parts(parts))
+    }
 }

@@ -17,6 +17,9 @@ use crate::{Isa, KernelError};
 /// Longest time a waiting thread may spin before it parks.
 const MAX_SPIN: Duration = Duration::from_micros(20);
 
+/// Waking a parked thread takes some ten microseconds; less work than this is done sooner by one.
+pub(crate) const SOLO_NANOSECONDS: usize = 20_000;
+
 /// Threads that run tasks together. With one thread everything runs inline.
 #[derive(Debug)]
 pub struct ThreadTeam {
@@ -144,6 +147,20 @@ impl ThreadTeam {
     /// The instruction set kernels of this team use.
     pub fn isa(&self) -> Isa {
         self.isa
+    }
+
+    /// As [`ThreadTeam::run`], but on the calling thread alone when all tasks together take less than it is worth to
+    /// wake another thread for.
+    pub(crate) fn run_worth(
+        &self,
+        nanoseconds: usize,
+        tasks: usize,
+        body: impl Fn(usize, usize) + Sync,
+    ) -> Result<(), KernelError> {
+        if nanoseconds < SOLO_NANOSECONDS {
+            return claim(&body, &AtomicUsize::new(0), tasks, 0).map_err(KernelError::Panicked);
+        }
+        self.run(tasks, body)
     }
 
     /// Calls `body(task, worker)` once for every task in `0..tasks` and returns when all calls have returned. `worker`

@@ -6,14 +6,13 @@ use std::ops::Range;
 
 use crate::error::ensure_shape;
 use crate::scratch::with_scratch;
+use crate::team::SOLO_NANOSECONDS;
 use crate::{HeadRows, KernelError, Matrix, ThreadTeam};
 use tile::{Product, TASK_ROWS, TILE_COLS, run_task, scratch_length};
 
 /// Length of the blocks of k that are summed apart.
 pub const K_BLOCK: usize = 512;
 
-/// Work below this is done by the calling thread alone: waking another one costs about as much.
-const SOLO_NANOSECONDS: usize = 20_000;
 /// A task is worth at least this much, so that claiming it costs little.
 const TASK_NANOSECONDS: usize = 8_000;
 /// Tasks per thread, so that threads end together.
@@ -160,8 +159,9 @@ pub fn per_head_linear(
 /// # Safety
 /// Every product's pointers are valid for its shape and strides, and no two products share an element of y.
 unsafe fn run(team: &ThreadTeam, products: &[Product<'_>]) -> Result<(), KernelError> {
-    let tasks = plan(products, team.threads());
-    team.run(tasks.len(), |index, _| {
+    let total = products.iter().map(nanoseconds).sum();
+    let tasks = plan(products, total, team.threads());
+    team.run_worth(total, tasks.len(), |index, _| {
         let task = &tasks[index];
         let product = &products[task.product];
         with_scratch(
@@ -183,8 +183,7 @@ unsafe fn run(team: &ThreadTeam, products: &[Product<'_>]) -> Result<(), KernelE
 }
 
 /// Cuts products into tasks. Where it cuts changes no bits.
-fn plan(products: &[Product<'_>], threads: usize) -> Vec<Task> {
-    let total: usize = products.iter().map(nanoseconds).sum();
+fn plan(products: &[Product<'_>], total: usize, threads: usize) -> Vec<Task> {
     let budget = if threads == 1 || total < SOLO_NANOSECONDS {
         1
     } else {
