@@ -1,5 +1,6 @@
 //! Benchmarks: rows of bench/targets.toml, measured beside their floor in the same run.
 
+mod engine;
 mod router;
 
 use crate::run::root;
@@ -85,6 +86,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         );
     };
     let rounds = match args.group.as_str() {
+        "engine" => engine::measure(ROUNDS)?,
         "router" => router::measure(ROUNDS)?,
         other => bail!("group {other} has targets and no measurement"),
     };
