@@ -8,6 +8,7 @@ use crate::handoff::wire::{RENEW_CAP, Request, WireHandle};
 use futures_util::StreamExt;
 use futures_util::stream::{self, FuturesUnordered};
 use std::collections::BTreeMap;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
@@ -16,6 +17,8 @@ use tokio_util::sync::CancellationToken;
 
 /// Peers that are spoken to at the same time, for renewals and for releases.
 const AT_ONCE: usize = 8;
+/// Renewals are no more frequent than this.
+const SHORTEST_TICK: Duration = Duration::from_millis(10);
 /// Releases that wait when the instance stops are sent within this time.
 const LAST_RELEASES: Duration = Duration::from_secs(1);
 
@@ -31,12 +34,8 @@ impl ImporterKeeper {
     }
 
     /// Works until `shutdown`; then sends the releases that wait and returns.
-    pub async fn run(mut self, shutdown: CancellationToken) {
-        let every = self
-            .shared
-            .config
-            .renew_every
-            .max(Duration::from_millis(10));
+    pub async fn run(self, shutdown: CancellationToken) {
+        let every = self.shared.config.renew_every.max(SHORTEST_TICK);
         let renewals = async {
             let mut ticks = interval_at(Instant::now() + every, every);
             ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -49,29 +48,28 @@ impl ImporterKeeper {
         let importer = Importer {
             shared: Arc::clone(&self.shared),
         };
-        {
-            let releases = serve_releases(&importer, &mut self.releases);
-            tokio::select! {
-                () = shutdown.cancelled() => {}
-                () = renewals => {}
-                () = releases => {}
-            }
+        let mut releases = pin!(serve_releases(&importer, self.releases, &shutdown));
+        tokio::select! {
+            () = shutdown.cancelled() => {}
+            () = renewals => {}
+            () = &mut releases => return,
         }
-        self.releases.close();
-        if timeout(LAST_RELEASES, serve_releases(&importer, &mut self.releases))
-            .await
-            .is_err()
-        {
+        if timeout(LAST_RELEASES, releases).await.is_err() {
             tracing::info!("some KV was not released in time; its leases end by themselves");
         }
     }
 }
 
-/// Sends releases as they come, few at a time, until the queue is closed and empty.
-async fn serve_releases(importer: &Importer, queue: &mut mpsc::Receiver<Arc<RemoteHandle>>) {
+/// Sends releases as they come, few at a time; after `shutdown` those that wait, and ends.
+async fn serve_releases(
+    importer: &Importer,
+    mut queue: mpsc::Receiver<Arc<RemoteHandle>>,
+    shutdown: &CancellationToken,
+) {
     let mut running = FuturesUnordered::new();
     loop {
         tokio::select! {
+            () = shutdown.cancelled(), if !queue.is_closed() => queue.close(),
             next = queue.recv(), if running.len() < AT_ONCE => match next {
                 Some(handle) => running.push(release(importer, handle)),
                 None => break,

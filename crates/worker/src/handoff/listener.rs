@@ -2,14 +2,17 @@
 //! nobody can dial is found out at once.
 
 use crate::handoff::exporter::BindError;
-use crate::handoff::peers::Peer;
+use crate::handoff::peers::{Peer, address};
 use std::net::SocketAddr;
 use std::time::Duration;
-use tokio::net::{TcpListener, lookup_host};
+use tokio::net::{TcpListener, TcpSocket, lookup_host};
 use tokio::time::timeout;
 
 /// Longest time to resolve the listening host's name.
 const RESOLVE_TIME: Duration = Duration::from_secs(2);
+/// Connections that may wait to be accepted, as far as the system allows: a flood of them must not drop
+/// those of peers, which would try again only after a second.
+const BACKLOG: u32 = 4096;
 
 /// A listening KV channel and the name it is dialled by.
 #[derive(Debug)]
@@ -46,9 +49,9 @@ impl KvListener {
             None => Peer::parse(&bracketed(host, 1))
                 .map_or_else(|_| addr.ip().to_string(), |peer| peer.host),
         };
-        let listen = |source| BindError::Listen { addr, source };
-        let listener = TcpListener::bind(addr).await.map_err(listen)?;
-        let port = listener.local_addr().map_err(listen)?.port();
+        let failed = |source| BindError::Listen { addr, source };
+        let listener = listen(addr).map_err(failed)?;
+        let port = listener.local_addr().map_err(failed)?.port();
         Ok(Self {
             listener,
             peer: Peer {
@@ -73,11 +76,26 @@ async fn listen_addr(host: &str, port: u16) -> Result<SocketAddr, BindError> {
         .strip_prefix('[')
         .and_then(|host| host.strip_suffix(']'))
         .unwrap_or(host);
+    // As importers take the name, whatever the node's hosts file says first.
+    if let Some(address) = address(&plain.to_ascii_lowercase()) {
+        return Ok(SocketAddr::new(address, port));
+    }
     let mut found = timeout(RESOLVE_TIME, lookup_host((plain, port)))
         .await
         .map_err(|_| failed(format!("no answer in {} s", RESOLVE_TIME.as_secs())))?
         .map_err(|error| failed(error.to_string()))?;
     found.next().ok_or_else(|| failed("none found".to_owned()))
+}
+
+fn listen(addr: SocketAddr) -> std::io::Result<TcpListener> {
+    let socket = match addr {
+        SocketAddr::V4(_) => TcpSocket::new_v4()?,
+        SocketAddr::V6(_) => TcpSocket::new_v6()?,
+    };
+    // An instance that was restarted gets its port back at once.
+    socket.set_reuseaddr(true)?;
+    socket.bind(addr)?;
+    socket.listen(BACKLOG)
 }
 
 fn bracketed(host: &str, port: u16) -> String {

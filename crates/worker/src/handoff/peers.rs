@@ -144,7 +144,8 @@ fn canonical(host: &str) -> String {
     }
 }
 
-fn address(host: &str) -> Option<IpAddr> {
+/// The address that `host` is, or means on every node.
+pub(crate) fn address(host: &str) -> Option<IpAddr> {
     match host {
         "localhost" => Some(IpAddr::from([127, 0, 0, 1])),
         _ => host.parse().ok(),

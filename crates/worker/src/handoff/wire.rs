@@ -22,6 +22,7 @@
 use crate::handoff::handshake::{SessionKey, TAG_LEN};
 use crate::handoff::lease::{Gone, HandleId};
 use crate::handoff::seal::TokenHash;
+use postcard::fixint;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use twinfer_engine::KvGeometry;
@@ -37,8 +38,11 @@ const MESSAGE_CAP: usize = 300;
 /// A handle as it travels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct WireHandle {
+    #[serde(with = "fixint::le")]
     pub(crate) epoch: u64,
+    #[serde(with = "fixint::le")]
     pub(crate) generation: u64,
+    #[serde(with = "fixint::le")]
     pub(crate) nonce: u64,
 }
 
@@ -94,6 +98,7 @@ pub(crate) enum Reply {
         handle: WireHandle,
         token_hash: TokenHash,
         tokens: u32,
+        #[serde(with = "fixint::le")]
         seal: u128,
         units: u64,
         payload: u64,

@@ -1,0 +1,251 @@
+//! What strangers may send to the KV port: all of it is closed and counted, none of it disturbs peers.
+
+use crate::support::{Decode, Options, Prefill, eventually, prompt, seed};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout};
+use twinfer_protocol::ErrorKind;
+use twinfer_worker::handoff::RejectionCounts;
+
+/// A well-formed hello of an importer that has a key.
+fn hello(version: u16) -> Vec<u8> {
+    let mut hello = b"twinfrKV".to_vec();
+    hello.extend(version.to_le_bytes());
+    hello.extend([1, 1]);
+    hello.extend([0x5a; 32]);
+    hello.extend([0; 4]);
+    hello
+}
+
+/// Sends and reads until the server closes; what it said.
+async fn say(prefill: &Prefill, bytes: &[u8]) -> Vec<u8> {
+    let mut stream = TcpStream::connect(prefill.addr()).await.unwrap();
+    // It may close before it has read everything.
+    let _ = stream.write_all(bytes).await;
+    let mut heard = Vec::new();
+    let closed = timeout(Duration::from_secs(4), stream.read_to_end(&mut heard)).await;
+    assert!(closed.is_ok(), "not closed in time");
+    heard
+}
+
+async fn works(prefill: &Prefill, decode: &Decode, number: u32) {
+    let prompt = prompt(number, 9);
+    let params = prefill.hold(&prompt, &[0, 1, 2]).await;
+    decode
+        .importer
+        .fetch(&params, &prompt, &[5, 6, 7], 8)
+        .await
+        .unwrap();
+    assert!(decode.memory.holds(&[5, 6, 7], 8, seed(&prompt)));
+    prefill.freed(1).await;
+}
+
+#[tokio::test]
+async fn foreign_protocols_are_closed_without_a_word() {
+    let options = Options::default();
+    let (prefill, decode) = (Prefill::start(&options).await, Decode::start(&options));
+    let mut length = (1_u64 << 63).to_le_bytes().to_vec();
+    length.extend([0; 64]);
+    let mut big_endian = (1_u64 << 63).to_be_bytes().to_vec();
+    big_endian.extend([0; 64]);
+    let pickle = b"\x80\x04\x95\x22\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x8c\x06system\x93\x8c\x08touch /x\x85R.".repeat(3);
+    let random: Vec<u8> = (0..500_u32)
+        .map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8)
+        .collect();
+    let http =
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9223372036854775807\r\n\r\n"
+            .to_vec();
+    let strangers = [length, big_endian, pickle, random, http];
+    for bytes in &strangers {
+        assert!(
+            say(&prefill, bytes).await.is_empty(),
+            "said something to {bytes:?}"
+        );
+    }
+    let rejections = prefill.exporter.stats().rejections;
+    assert_eq!(
+        rejections,
+        RejectionCounts {
+            protocol: strangers.len() as u64,
+            ..RejectionCounts::default()
+        }
+    );
+    works(&prefill, &decode, 1).await;
+}
+
+#[tokio::test]
+async fn another_version_is_told_ours_and_closed() {
+    let options = Options::default();
+    let prefill = Prefill::start(&options).await;
+    for version in [0, 2, 0xffff] {
+        let heard = say(&prefill, &hello(version)).await;
+        assert_eq!((heard.len(), &heard[..10]), (48, &b"twinfrKV\x01\0"[..]));
+    }
+    assert_eq!(prefill.exporter.stats().rejections.version, 3);
+}
+
+#[tokio::test]
+async fn a_wrong_proof_gets_no_proof() {
+    let options = Options::default();
+    let (prefill, decode) = (Prefill::start(&options).await, Decode::start(&options));
+    let mut bytes = hello(1);
+    bytes.extend([7; 32]);
+    bytes.extend([0xff; 4096]);
+    assert_eq!(
+        say(&prefill, &bytes).await.len(),
+        48,
+        "its hello and nothing more"
+    );
+    assert_eq!(prefill.exporter.stats().rejections.key, 1);
+    works(&prefill, &decode, 1).await;
+}
+
+#[tokio::test]
+async fn half_a_message_and_silence_is_closed() {
+    let options = Options::default();
+    let (prefill, decode) = (Prefill::start(&options).await, Decode::start(&options));
+    let (nothing, half_hello, no_proof) = (Vec::new(), hello(1)[..20].to_vec(), hello(1));
+    let began = Instant::now();
+    tokio::join!(
+        say(&prefill, &nothing),
+        say(&prefill, &half_hello),
+        say(&prefill, &no_proof),
+        works(&prefill, &decode, 1)
+    );
+    assert!(
+        began.elapsed() >= Duration::from_secs(1),
+        "a slow peer has its time"
+    );
+    assert_eq!(prefill.exporter.stats().rejections.silent, 3);
+    eventually("only the pooled connection is left", || {
+        prefill.exporter.stats().connections == 1
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn keys_that_differ_are_named_by_the_importer() {
+    let options = Options::default();
+    let prefill = Prefill::start(&options).await;
+    let open = Prefill::start(&Options {
+        key: None,
+        ..options.clone()
+    })
+    .await;
+    let prompt = prompt(1, 9);
+    for (server, key, word) in [
+        (&prefill, Some("another key"), "closed"),
+        (&prefill, None, "has a peer key, and this instance has none"),
+        (
+            &open,
+            Some("the peers' key"),
+            "has no peer key, and this instance has one",
+        ),
+    ] {
+        let decode = Decode::start(&Options {
+            key,
+            ..options.clone()
+        });
+        let params = server.hold(&prompt, &[0, 1, 2]).await;
+        let error = decode
+            .importer
+            .fetch(&params, &prompt, &[5, 6, 7], 8)
+            .await
+            .unwrap_err();
+        assert!(matches!(
+            error.kind,
+            ErrorKind::KvMismatch | ErrorKind::KvTransfer
+        ));
+        assert!(error.message.contains(word), "{error}");
+        assert!(!error.message.contains("the peers' key"));
+        eventually("it is counted", || {
+            server.exporter.stats().rejections.key > 0
+        })
+        .await;
+        assert_eq!(server.exporter.stats().bytes, 0);
+        decode.is_idle().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_thousand_silent_connections_do_not_keep_peers_out() {
+    let options = Options::default();
+    let prefill = Arc::new(Prefill::start(&options).await);
+    let decode = Decode::start(&options);
+    let mut strangers = JoinSet::new();
+    for number in 0..1000_u32 {
+        let addr = prefill.addr();
+        strangers.spawn(async move {
+            let mut stream = TcpStream::connect(addr).await.unwrap();
+            // Every third begins well.
+            let bytes = if number % 3 == 0 {
+                hello(1)
+            } else {
+                Vec::new()
+            };
+            let _ = stream.write_all(&bytes).await;
+            let mut heard = Vec::new();
+            timeout(Duration::from_secs(5), stream.read_to_end(&mut heard))
+                .await
+                .expect("closed in time")
+                .ok();
+        });
+        if number % 50 == 0 {
+            works(&prefill, &decode, number).await;
+            assert!(
+                prefill.exporter.stats().connections <= 64 + 4 + 60,
+                "{:?}",
+                prefill.exporter.stats()
+            );
+        }
+    }
+    works(&prefill, &decode, 1001).await;
+    while let Some(stranger) = strangers.join_next().await {
+        stranger.unwrap();
+    }
+    let stats = prefill.exporter.stats();
+    assert_eq!(
+        stats.rejections.evicted + stats.rejections.silent,
+        1000,
+        "{stats:?}"
+    );
+    assert_eq!(stats.pulls, 21);
+    prefill.is_idle().await;
+    eventually("only peers are left", || {
+        prefill.exporter.stats().connections <= 4
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn proved_connections_are_bounded_too() {
+    let options = Options::default();
+    let prefill = Prefill::start(&options).await;
+    // Each decode instance keeps its one connection.
+    let mut all = Vec::new();
+    for number in 0..257_u32 {
+        let decode = Decode::start(&Options {
+            blocks: 4,
+            ..options.clone()
+        });
+        let prompt = prompt(number, 4);
+        let params = prefill.hold(&prompt, &[0]).await;
+        let fetched = decode.importer.fetch(&params, &prompt, &[0], 3).await;
+        match number {
+            256 => {
+                let error = fetched.unwrap_err();
+                assert_eq!(error.kind, ErrorKind::KvTransfer);
+                assert!(error.message.contains("taken"), "{error}");
+            }
+            _ => {
+                assert!(fetched.is_ok(), "{number}: {fetched:?}");
+                prefill.freed(1).await;
+            }
+        }
+        all.push(decode);
+    }
+    assert!(prefill.exporter.stats().rejections.busy >= 1);
+}
