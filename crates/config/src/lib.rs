@@ -2,11 +2,13 @@
 //! description and reference entry; its `clap` attributes are its flag.
 #![forbid(unsafe_code)]
 
+mod cpus;
 mod fake;
 pub mod model;
 mod router;
 mod serve;
 
+pub use cpus::parse_cpus;
 pub use fake::{Dialect, FakeConfig, FakeFault, FaultKind};
 pub use model::{ModelConfig, ModelConfigError};
 pub use router::{Policy, RouterConfig, WithoutPrefill};

@@ -1,4 +1,29 @@
-//! Placeholder.
+//! One instance: HTTP in front, the engine on its own thread, KV handoff to and from other instances.
+//!
+//! A request's way: [`routes`] reads it, `prepare` makes tokens of it on a blocking thread, `engine` runs
+//! it, `respond` writes what comes out. [`serve`] is the life of the whole.
 #![forbid(unsafe_code)]
 
+mod app;
+mod defaults;
+mod engine;
+mod error;
 pub mod handoff;
+mod ids;
+mod kv;
+mod load;
+mod logprobs;
+mod metrics;
+mod model;
+mod prepare;
+mod respond;
+mod routes;
+mod serve;
+mod settings;
+
+pub use defaults::SamplingDefaults;
+pub use error::{ExitClass, ServeError};
+pub use load::{LoadProgress, Model};
+pub use model::load_model;
+pub use serve::{Hooks, Ready, pin_process, serve, serve_with};
+pub use settings::validate;

@@ -1,4 +1,5 @@
-use crate::{ApiError, ErrorKind};
+use super::prompt::token_ids;
+use crate::{ApiError, ErrorKind, TokenId};
 use serde::de::{DeserializeOwned, DeserializeSeed, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 use std::borrow::Cow;
@@ -123,6 +124,11 @@ impl<'a> Fields<'a> {
         self.raw(name)
             .map(|raw| list(raw, name, most, element))
             .transpose()
+    }
+
+    /// A list of token ids; whether the model has them is not known here.
+    pub fn token_ids(&self, name: &str) -> Result<Option<Vec<TokenId>>, ApiError> {
+        self.raw(name).map(|raw| token_ids(raw, name)).transpose()
     }
 
     /// Refuses a field unless it is absent, null or one of the `harmless` JSON texts.

@@ -1,5 +1,5 @@
 use super::fields::{Fields, number, read, shown};
-use super::prompt::{token_id, token_ids};
+use super::prompt::token_id;
 use crate::{ApiError, TokenId};
 use serde::de::{Error as _, MapAccess, Visitor};
 use serde_json::value::RawValue;
@@ -83,10 +83,7 @@ impl SamplingOptions {
                 .map(logit_bias)
                 .transpose()?
                 .unwrap_or_default(),
-            allowed_token_ids: fields
-                .raw("allowed_token_ids")
-                .map(|raw| token_ids(raw, "allowed_token_ids"))
-                .transpose()?,
+            allowed_token_ids: fields.token_ids("allowed_token_ids")?,
             seed: seed.map(i64::cast_unsigned),
             max_tokens: newer.or(older),
             max_tokens_field,

@@ -1,0 +1,83 @@
+//! From a model directory, or from a test, to an engine that has run once.
+
+use crate::ServeError;
+use crate::defaults::SamplingDefaults;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use twinfer_engine::{
+    Engine, EngineConfig, Executor, KvSource, Request, RequestId, SamplingParams, generate,
+};
+use twinfer_protocol::{Fingerprint, TokenId};
+use twinfer_text::{ChatTemplate, Tokenizer};
+
+/// Prompt tokens of the warm-up request; enough to touch every weight and buffer.
+const WARM_UP_TOKENS: u32 = 64;
+
+/// A model before it serves: what [`crate::serve`] makes of a model directory.
+pub struct Model {
+    /// Runs steps.
+    pub executor: Box<dyn Executor>,
+    /// Text to tokens and back.
+    pub tokenizer: Arc<Tokenizer>,
+    /// Chats to text.
+    pub template: ChatTemplate,
+    /// What must be equal for KV or text to be exchanged.
+    pub fingerprint: Fingerprint,
+    /// KV blocks to use of the executor's arena.
+    pub num_blocks: u32,
+    /// Longest sequence, in tokens.
+    pub max_model_len: u32,
+    /// What requests get that do not say otherwise.
+    pub defaults: SamplingDefaults,
+}
+
+/// How far loading is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LoadProgress {
+    /// Bytes of weights read.
+    pub done: u64,
+    /// Bytes of weights in all; 0 until known.
+    pub total: u64,
+}
+
+pub(crate) struct WarmEngine {
+    pub(crate) engine: Engine,
+    pub(crate) progress: Arc<AtomicU64>,
+    pub(crate) fingerprint: Fingerprint,
+    pub(crate) template: ChatTemplate,
+    pub(crate) defaults: SamplingDefaults,
+}
+
+/// Builds the engine and runs one request through it, in the thread that will run the others.
+pub(crate) fn warm_up(model: Model, limits: EngineConfig) -> Result<WarmEngine, ServeError> {
+    let progress = model.executor.progress().unwrap_or_default();
+    let config = EngineConfig {
+        max_model_len: model.max_model_len,
+        ..limits
+    };
+    let mut engine = Engine::new(config, model.executor, model.tokenizer, model.num_blocks)
+        .map_err(|e| ServeError::Config(e.message))?;
+    let length = WARM_UP_TOKENS
+        .min(engine.max_len().saturating_sub(2))
+        .max(1);
+    let most = engine.vocab_size() as TokenId;
+    let request = Request {
+        id: RequestId(0),
+        prompt: (0..length).map(|i| i % most.max(1)).collect(),
+        params: SamplingParams {
+            ignore_eos: true,
+            ..SamplingParams::greedy(2.min(engine.max_len() - length))
+        },
+        kv: KvSource::Compute,
+        hold_kv: false,
+    };
+    generate(&mut engine, vec![request], 1, |_| {})
+        .map_err(|e| ServeError::Model(format!("the warm-up request failed: {e}")))?;
+    Ok(WarmEngine {
+        engine,
+        progress,
+        fingerprint: model.fingerprint,
+        template: model.template,
+        defaults: model.defaults,
+    })
+}

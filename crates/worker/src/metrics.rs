@@ -1,0 +1,318 @@
+//! What an instance counts: vLLM's names where the thing is the same, else `twinfer_*`. Every label has
+//! a fixed, small set of values.
+
+use prometheus_client::encoding::EncodeLabelSet;
+use std::time::Duration;
+use twinfer_engine::{EngineStats, FinishReason, PromptSources};
+use twinfer_http::{
+    Counter, Family, Gauge, Histogram, Metrics, SECONDS_INTER_TOKEN, SECONDS_REQUEST, SECONDS_TTFT,
+    TOKENS,
+};
+use twinfer_protocol::{ApiError, KvBlockCounts};
+
+/// Labels that vLLM puts on every series of an engine.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct EngineLabels {
+    engine: &'static str,
+    model_name: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct SourceLabels {
+    engine: &'static str,
+    model_name: String,
+    source: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct FinishLabels {
+    engine: &'static str,
+    model_name: String,
+    finished_reason: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct StateLabels {
+    state: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct CodeLabels {
+    code: &'static str,
+}
+
+/// What the engine thread counts.
+#[derive(Clone, Debug)]
+pub(crate) struct EngineMetrics {
+    running: Gauge,
+    waiting: Gauge,
+    waiting_prefill_tokens: Gauge,
+    blocks: [Gauge; 4],
+    prompt_tokens: Counter,
+    by_source: [Counter; 3],
+    generation_tokens: Counter,
+    steps: Counter,
+    preemptions: Counter,
+    first_token: Histogram,
+    inter_token: Histogram,
+    per_output_token: Histogram,
+    request: Histogram,
+    request_prompt: Histogram,
+    request_output: Histogram,
+    finished: [Counter; 4],
+}
+
+/// What the handoff counts.
+#[derive(Clone, Debug)]
+pub(crate) struct KvMetrics {
+    /// Bytes of KV read from prefill instances or sent to decode instances.
+    pub(crate) bytes: Counter,
+    /// Transfers that ended well.
+    pub(crate) handoffs: Counter,
+    /// Seconds of a transfer.
+    pub(crate) seconds: Histogram,
+    failures: Family<CodeLabels, Counter>,
+}
+
+/// All metrics of an instance.
+#[derive(Clone, Debug)]
+pub(crate) struct InstanceMetrics {
+    pub(crate) registry: Metrics,
+    pub(crate) engine: EngineMetrics,
+    pub(crate) kv: KvMetrics,
+    errors: Family<CodeLabels, Counter>,
+    ready: Gauge,
+}
+
+const BLOCK_STATES: [&str; 4] = ["total", "used", "cached", "held"];
+const SOURCES: [&str; 3] = ["local_compute", "external_kv_transfer", "local_cache_hit"];
+const REASONS: [&str; 4] = ["stop", "length", "abort", "error"];
+
+impl InstanceMetrics {
+    pub(crate) fn new(model: &str) -> Self {
+        let registry = Metrics::new();
+        let kv = KvMetrics {
+            bytes: registry.counter(
+                "twinfer_kv_handoff_bytes",
+                "Bytes of KV handed over, in either direction",
+            ),
+            handoffs: registry.counter("twinfer_kv_handoffs", "KV handoffs that ended well"),
+            seconds: registry.histogram(
+                "twinfer_kv_handoff_seconds",
+                "Time of a KV handoff at the decode instance",
+                &SECONDS_TTFT,
+            ),
+            failures: registry.counters(
+                "twinfer_kv_load_failures",
+                "KV handoffs that failed, by error code",
+            ),
+        };
+        Self {
+            engine: EngineMetrics::new(&registry, model),
+            kv,
+            errors: registry.counters(
+                "twinfer_request_errors",
+                "Requests that ended with an error, by code",
+            ),
+            ready: registry.gauge(
+                "twinfer_ready",
+                "1 while the instance answers /ready with 200",
+            ),
+            registry,
+        }
+    }
+
+    /// An error that a client was told of.
+    pub(crate) fn error(&self, error: &ApiError) {
+        self.errors
+            .get_or_create(&CodeLabels {
+                code: error.kind.code(),
+            })
+            .inc();
+    }
+
+    /// The body of `/metrics`.
+    pub(crate) fn encode(&self, ready: bool) -> String {
+        self.ready.set(ready.into());
+        self.registry.encode()
+    }
+}
+
+impl KvMetrics {
+    pub(crate) fn failure(&self, error: &ApiError) {
+        self.failures
+            .get_or_create(&CodeLabels {
+                code: error.kind.code(),
+            })
+            .inc();
+    }
+}
+
+impl EngineMetrics {
+    fn new(registry: &Metrics, model: &str) -> Self {
+        let labels = EngineLabels {
+            engine: "0",
+            model_name: model.to_owned(),
+        };
+        let gauge = |name, help| registry.gauges(name, help).get_or_create(&labels).clone();
+        let counter = |name, help| registry.counters(name, help).get_or_create(&labels).clone();
+        let histogram = |name, help, make| {
+            registry
+                .histograms(name, help, make)
+                .get_or_create(&labels)
+                .clone()
+        };
+        let blocks = registry.gauges("twinfer_kv_blocks", "KV blocks by state");
+        let by_source = registry.counters(
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens by where their KV came from",
+        );
+        let finished = registry.counters("vllm:request_success", "Requests that ended, by reason");
+        let seconds_ttft = || Histogram::new(SECONDS_TTFT);
+        let seconds_token = || Histogram::new(SECONDS_INTER_TOKEN);
+        let seconds_request = || Histogram::new(SECONDS_REQUEST);
+        let tokens = || Histogram::new(TOKENS);
+        Self {
+            running: gauge("vllm:num_requests_running", "Sequences that have KV blocks"),
+            waiting: gauge(
+                "vllm:num_requests_waiting",
+                "Sequences that have no KV blocks yet",
+            ),
+            waiting_prefill_tokens: gauge(
+                "twinfer_waiting_prefill_tokens",
+                "Prompt tokens not computed yet, of waiting and running sequences",
+            ),
+            blocks: BLOCK_STATES.map(|state| blocks.get_or_create(&StateLabels { state }).clone()),
+            prompt_tokens: counter("vllm:prompt_tokens", "Prompt tokens, from any source"),
+            by_source: SOURCES.map(|source| {
+                let model_name = model.to_owned();
+                by_source
+                    .get_or_create(&SourceLabels {
+                        engine: "0",
+                        model_name,
+                        source,
+                    })
+                    .clone()
+            }),
+            generation_tokens: counter("vllm:generation_tokens", "Output tokens"),
+            steps: counter("twinfer_steps", "Steps of the engine"),
+            preemptions: counter(
+                "vllm:num_preemptions",
+                "Sequences that lost their KV blocks and start again",
+            ),
+            first_token: histogram(
+                "vllm:time_to_first_token_seconds",
+                "Time from a request's arrival to its first token",
+                seconds_ttft,
+            ),
+            inter_token: histogram(
+                "vllm:inter_token_latency_seconds",
+                "Time between two tokens of a sequence",
+                seconds_token,
+            ),
+            per_output_token: histogram(
+                "vllm:request_time_per_output_token_seconds",
+                "Mean time between two tokens of a finished sequence",
+                seconds_token,
+            ),
+            request: histogram(
+                "vllm:e2e_request_latency_seconds",
+                "Time from a request's arrival to the end of a sequence",
+                seconds_request,
+            ),
+            request_prompt: histogram(
+                "vllm:request_prompt_tokens",
+                "Prompt tokens of a sequence",
+                tokens,
+            ),
+            request_output: histogram(
+                "vllm:request_generation_tokens",
+                "Output tokens of a sequence",
+                tokens,
+            ),
+            finished: REASONS.map(|finished_reason| {
+                let model_name = model.to_owned();
+                finished
+                    .get_or_create(&FinishLabels {
+                        engine: "0",
+                        model_name,
+                        finished_reason,
+                    })
+                    .clone()
+            }),
+        }
+    }
+
+    pub(crate) fn first_token(&self, after: Duration) {
+        self.first_token.observe(after.as_secs_f64());
+    }
+
+    /// `count` tokens that came together, `after` the ones before.
+    pub(crate) fn next_tokens(&self, after: Duration, count: usize) {
+        let each = after.as_secs_f64() / count.max(1) as f64;
+        for _ in 0..count {
+            self.inter_token.observe(each);
+        }
+    }
+
+    /// A sequence ended; `decode` is the time since its first token.
+    pub(crate) fn finished(
+        &self,
+        reason: &FinishReason,
+        after: Duration,
+        decode: Option<Duration>,
+        tokens: u32,
+        sources: PromptSources,
+    ) {
+        let index = match reason {
+            FinishReason::Eos | FinishReason::StopToken(_) | FinishReason::StopText(_) => 0,
+            FinishReason::Length => 1,
+            FinishReason::Abort => 2,
+            FinishReason::Error(_) => 3,
+        };
+        self.finished[index].inc();
+        if index > 1 {
+            return;
+        }
+        self.request.observe(after.as_secs_f64());
+        self.request_output.observe(tokens.into());
+        self.request_prompt
+            .observe((sources.computed + sources.remote + sources.cached).into());
+        if let Some(decode) = decode.filter(|_| tokens > 1) {
+            self.per_output_token
+                .observe(decode.as_secs_f64() / f64::from(tokens - 1));
+        }
+    }
+
+    /// Gauges of `new`, and what was counted since `old`.
+    pub(crate) fn publish(&self, old: &EngineStats, new: &EngineStats) {
+        self.running.set(new.load.running.into());
+        self.waiting.set(new.load.waiting.into());
+        self.waiting_prefill_tokens
+            .set(i64::try_from(new.load.waiting_prefill_tokens).unwrap_or(i64::MAX));
+        let KvBlockCounts {
+            total,
+            used,
+            cached,
+            held,
+        } = new.load.kv_blocks;
+        for (gauge, value) in self.blocks.iter().zip([total, used, cached, held]) {
+            gauge.set(value.into());
+        }
+        let (before, after) = (&old.prompt_tokens, &new.prompt_tokens);
+        let since = [
+            after.computed.saturating_sub(before.computed),
+            after.remote.saturating_sub(before.remote),
+            after.cached.saturating_sub(before.cached),
+        ];
+        for (counter, tokens) in self.by_source.iter().zip(since) {
+            counter.inc_by(tokens);
+        }
+        self.prompt_tokens.inc_by(since.iter().sum());
+        self.generation_tokens
+            .inc_by(new.output_tokens.saturating_sub(old.output_tokens));
+        self.steps.inc_by(new.steps.saturating_sub(old.steps));
+        self.preemptions
+            .inc_by(new.preemptions.saturating_sub(old.preemptions));
+    }
+}

@@ -1,0 +1,99 @@
+//! From a model directory to a [`Model`].
+
+use crate::{LoadProgress, Model, SamplingDefaults, ServeError};
+use std::sync::Arc;
+use twinfer_config::ServeConfig;
+use twinfer_config::model::parse_bytes;
+use twinfer_engine::{KvMemory, LoadOptions, ModelError};
+use twinfer_text::{ChatTemplate, TemplateState, Tokenizer};
+
+/// Part of the available memory that KV gets unless `kv-cache-memory` says how much.
+const KV_SHARE: f64 = 0.25;
+
+/// Reads a model directory as `config` says. Everything that can be checked is checked before the
+/// weights are read.
+///
+/// # Errors
+/// [`ServeError::Model`] or [`ServeError::Config`], naming file or flag, value and what is allowed.
+pub fn load_model(
+    config: &ServeConfig,
+    progress: &(dyn Fn(LoadProgress) + Sync),
+) -> Result<Model, ServeError> {
+    let told = |done, total| progress(LoadProgress { done, total });
+    let mut options = options(config)?;
+    options.progress = Some(&told);
+    let refused = |e: ModelError| ServeError::Model(e.to_string());
+    let checked = twinfer_engine::check(&config.model, &options).map_err(refused)?;
+    let text = |e: twinfer_text::TextError| ServeError::Model(e.to_string());
+    let tokenizer = Tokenizer::from_dir(&config.model).map_err(text)?;
+    let template = ChatTemplate::from_dir(&config.model, &tokenizer).map_err(text)?;
+    let defaults = SamplingDefaults::from_dir(&config.model).map_err(ServeError::Model)?;
+    match template.state() {
+        TemplateState::Ready => {}
+        TemplateState::Missing => {
+            tracing::warn!("the model has no chat template: chats are refused")
+        }
+        TemplateState::Broken(reason) => {
+            tracing::warn!(%reason, "the chat template is broken: chats are refused")
+        }
+    }
+    for warning in &checked.warnings {
+        tracing::warn!(%warning, "model");
+    }
+    told(0, checked.weight_bytes);
+    tracing::info!(
+        weight_bytes = checked.weight_bytes,
+        kv_bytes = checked.kv_bytes,
+        kv_blocks = checked.num_blocks,
+        workspace_bytes = checked.workspace_bytes,
+        available_bytes = checked.available_bytes,
+        max_model_len = checked.max_model_len,
+        "model checked"
+    );
+    options.tokenizer_hash = tokenizer.content_hash().to_owned();
+    let loaded = checked.load(&options).map_err(refused)?;
+    Ok(Model {
+        executor: Box::new(loaded.executor),
+        tokenizer: Arc::new(tokenizer),
+        template,
+        fingerprint: loaded.fingerprint,
+        num_blocks: loaded.num_blocks,
+        max_model_len: u32::try_from(loaded.max_model_len).unwrap_or(u32::MAX),
+        defaults,
+    })
+}
+
+/// What `config` means to the loader.
+///
+/// # Errors
+/// [`ServeError::Config`] names the flag.
+fn options(config: &ServeConfig) -> Result<LoadOptions<'static>, ServeError> {
+    let cpus = crate::settings::cpus(config)?;
+    let system = |source| ServeError::System {
+        what: "find out which cores are permitted",
+        source,
+    };
+    let threads = match (config.threads, &cpus) {
+        (Some(threads), _) => threads as usize,
+        (None, Some(cpus)) => cpus.len(),
+        (None, None) => twinfer_sys::available_cpus().map_err(system)?.len(),
+    };
+    let kv = match &config.kv_cache_memory {
+        Some(text) => KvMemory::Bytes(
+            parse_bytes(text)
+                .map_err(|e| ServeError::Config(format!("kv-cache-memory is {text:?}: {e}")))?,
+        ),
+        None => KvMemory::Share(KV_SHARE),
+    };
+    Ok(LoadOptions {
+        dtype: config.dtype,
+        threads: threads.max(1),
+        cpus,
+        block_size: config.block_size as usize,
+        kv,
+        max_model_len: config.max_model_len.map(|length| length as usize),
+        max_num_batched_tokens: config.max_num_batched_tokens as usize,
+        max_num_seqs: config.max_num_seqs as usize,
+        ..LoadOptions::default()
+    })
+}

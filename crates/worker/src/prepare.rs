@@ -1,0 +1,361 @@
+//! From a body to tokens: everything about a request that needs no engine and may take long, so it runs
+//! on blocking threads.
+
+use crate::app::{Caller, Instance};
+use crate::engine::{NewRequest, Submission};
+use crate::kv::Claim;
+use bytes::Bytes;
+use serde_json::Value;
+use std::sync::Arc;
+use twinfer_engine::{KvSource, Request};
+use twinfer_protocol::openai::{
+    ChatRequest, Common, CompletionRequest, Fields, Prompt, kv_transfer_params, shown,
+};
+use twinfer_protocol::{ApiError, ErrorKind, KvTransferParams, Role, TokenId};
+
+/// `max_tokens` of completions that say nothing.
+const COMPLETION_TOKENS: u32 = 16;
+
+/// Which of the two routes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Completion,
+    Chat,
+}
+
+/// What a request is in the life of its prompt's KV.
+#[derive(Debug)]
+pub(crate) enum Leg {
+    /// Prompt and output here.
+    Plain,
+    /// The prompt here, the output elsewhere: KV is kept.
+    Prefill,
+    /// The prompt elsewhere, the output here.
+    Decode(Arc<Claim>),
+}
+
+/// A prompt's tokens, and its text if it is echoed.
+#[derive(Debug)]
+pub(crate) struct PromptTokens {
+    pub(crate) ids: Arc<[TokenId]>,
+    pub(crate) echo: Option<String>,
+}
+
+/// A request that is ready for the engine and has its places there.
+#[derive(Debug)]
+pub(crate) struct Prepared {
+    pub(crate) kind: Kind,
+    pub(crate) common: Common,
+    pub(crate) prompts: Vec<PromptTokens>,
+    pub(crate) leg: Leg,
+    pub(crate) requests: Vec<NewRequest>,
+    pub(crate) submission: Submission,
+}
+
+/// Splits off what names remote KV first, so that whatever is refused later releases it.
+pub(crate) fn prepare(
+    instance: &Instance,
+    kind: Kind,
+    body: &Bytes,
+    caller: Caller,
+) -> Result<Prepared, ApiError> {
+    let fields = Fields::parse(body)?;
+    let params = kv_transfer_params(&fields)?;
+    let leg = leg(instance, params, caller)?;
+    match kind {
+        Kind::Completion => completion(instance, &fields, leg),
+        Kind::Chat => chat(instance, &fields, leg),
+    }
+}
+
+/// The model's name, if one is given, must be the served one.
+pub(crate) fn check_model(instance: &Instance, model: Option<&str>) -> Result<(), ApiError> {
+    match model {
+        Some(name) if name != instance.card.model => Err(ApiError::new(
+            ErrorKind::ModelNotFound,
+            format!(
+                "model {:?} does not exist here; {:?} is served",
+                shown(name),
+                instance.card.model
+            ),
+        )
+        .with_param("model")),
+        _ => Ok(()),
+    }
+}
+
+/// Token ids of a chat.
+pub(crate) fn render(
+    instance: &Instance,
+    chat: ChatRequest,
+) -> Result<(Common, Vec<TokenId>), ApiError> {
+    let ChatRequest {
+        common,
+        messages,
+        tools,
+        documents,
+        template_kwargs: mut kwargs,
+        add_generation_prompt,
+        add_special_tokens,
+    } = chat;
+    if let Some(documents) = documents {
+        kwargs.insert("documents".into(), documents);
+    }
+    let text = instance.template.render(
+        &Value::Array(messages),
+        add_generation_prompt,
+        tools.as_ref(),
+        Some(&kwargs),
+    )?;
+    Ok((
+        common,
+        instance.tokenizer.encode(&text, add_special_tokens)?,
+    ))
+}
+
+fn leg(
+    instance: &Instance,
+    params: Option<KvTransferParams>,
+    caller: Caller,
+) -> Result<Leg, ApiError> {
+    let name = "kv_transfer_params";
+    let role = instance.card.role;
+    let leg = match params {
+        None => Leg::Plain,
+        Some(_) if !caller.peer => {
+            let message = "kv_transfer_params are taken from peers only: present the peer key";
+            return Err(ApiError::new(ErrorKind::KvParamsForbidden, message).with_param(name));
+        }
+        Some(params) => match (params.do_remote_decode, params.do_remote_prefill) {
+            (false, false) => Leg::Plain,
+            (true, true) => {
+                let message = "kv_transfer_params has both do_remote_decode and do_remote_prefill";
+                return Err(ApiError::invalid(name, message));
+            }
+            (true, false) if role.can_prefill() => Leg::Prefill,
+            (false, true) if role.can_decode() => Leg::Decode(instance.handoff.claim(params)?),
+            _ => {
+                let message =
+                    format!("this instance has role {role} and cannot be this leg of a pair");
+                return Err(ApiError::invalid(name, message));
+            }
+        },
+    };
+    if matches!(leg, Leg::Plain) && role == Role::Prefill {
+        let message = "this instance has role prefill: it serves requests with \
+                       kv_transfer_params.do_remote_decode only; send others to a router or a decode instance";
+        return Err(ApiError::invalid(name, message));
+    }
+    Ok(leg)
+}
+
+fn completion(instance: &Instance, fields: &Fields<'_>, leg: Leg) -> Result<Prepared, ApiError> {
+    let CompletionRequest {
+        mut common,
+        mut prompts,
+        echo,
+        add_special_tokens,
+    } = CompletionRequest::read(fields)?;
+    check_model(instance, common.model.as_deref())?;
+    if matches!(leg, Leg::Prefill) {
+        // A handle covers one prompt; a decode instance computes the others.
+        prompts.truncate(1);
+    }
+    let submission = admit(instance, &mut common, prompts.len(), &leg)?;
+    let mut tokens = Vec::with_capacity(prompts.len());
+    for (index, prompt) in prompts.into_iter().enumerate() {
+        let known = if index == 0 { leg.prompt() } else { None };
+        tokens.push(tokenise(instance, prompt, known, echo, add_special_tokens)?);
+    }
+    finish(instance, Kind::Completion, common, tokens, leg, submission)
+}
+
+fn chat(instance: &Instance, fields: &Fields<'_>, leg: Leg) -> Result<Prepared, ApiError> {
+    let mut chat = ChatRequest::read(fields)?;
+    check_model(instance, chat.common.model.as_deref())?;
+    let submission = admit(instance, &mut chat.common, 1, &leg)?;
+    let (common, ids) = match leg.prompt() {
+        // As prefill rendered them: never twice.
+        Some(ids) => (chat.common, ids),
+        None => {
+            let (common, ids) = render(instance, chat)?;
+            (common, ids.into())
+        }
+    };
+    let tokens = vec![PromptTokens { ids, echo: None }];
+    finish(instance, Kind::Chat, common, tokens, leg, submission)
+}
+
+/// Places in the engine come before the work of tokenising.
+fn admit(
+    instance: &Instance,
+    common: &mut Common,
+    prompts: usize,
+    leg: &Leg,
+) -> Result<Submission, ApiError> {
+    if matches!(leg, Leg::Prefill) {
+        if common.stream {
+            let message = "stream is true; a prefill leg answers with a handle, which is no stream";
+            return Err(ApiError::invalid("stream", message));
+        }
+        // One handle, whatever the number of choices: they share the prompt.
+        common.n = 1;
+    }
+    let sequences = u32::try_from(prompts)
+        .unwrap_or(u32::MAX)
+        .saturating_mul(common.n);
+    let capacity = instance.engine.capacity();
+    if sequences > capacity {
+        let param = if prompts > 1 { "prompt" } else { "n" };
+        return Err(ApiError::invalid(
+            param,
+            format!(
+                "{prompts} prompts with n {} are {sequences} sequences; {capacity} are allowed",
+                common.n
+            ),
+        ));
+    }
+    instance.engine.admit(sequences)
+}
+
+fn tokenise(
+    instance: &Instance,
+    prompt: Prompt,
+    known: Option<Arc<[TokenId]>>,
+    echo: bool,
+    add_special_tokens: bool,
+) -> Result<PromptTokens, ApiError> {
+    let tokenizer = &instance.tokenizer;
+    let (ids, text) = match (known, prompt) {
+        (Some(ids), Prompt::Text(text)) => (ids, Some(text)),
+        (Some(ids), Prompt::Ids(_)) => (ids, None),
+        (None, Prompt::Text(text)) => (
+            tokenizer.encode(&text, add_special_tokens)?.into(),
+            Some(text),
+        ),
+        (None, Prompt::Ids(ids)) => (ids.into(), None),
+    };
+    let echo = match (echo, text) {
+        (false, _) => None,
+        (true, Some(text)) => Some(text),
+        (true, None) => Some(tokenizer.decode(&ids, false)?),
+    };
+    Ok(PromptTokens { ids, echo })
+}
+
+fn finish(
+    instance: &Instance,
+    kind: Kind,
+    common: Common,
+    prompts: Vec<PromptTokens>,
+    leg: Leg,
+    submission: Submission,
+) -> Result<Prepared, ApiError> {
+    let mut requests = Vec::with_capacity(prompts.len() * common.n as usize);
+    for (index, prompt) in prompts.iter().enumerate() {
+        let max_tokens = output_limit(instance, kind, &common, prompt.ids.len())?;
+        let claim = match &leg {
+            // Nothing to fetch for a single token: its KV is computed with it.
+            Leg::Decode(claim) if index == 0 && prompt.ids.len() > 1 => {
+                claim.set_use(&prompt.ids, common.n);
+                Some(Arc::clone(claim))
+            }
+            _ => None,
+        };
+        for choice in 0..common.n {
+            requests.push(NewRequest {
+                choice: u32::try_from(requests.len()).unwrap_or(u32::MAX),
+                request: Request {
+                    id: instance.new_id(),
+                    prompt: Arc::clone(&prompt.ids),
+                    params: instance.defaults.params(
+                        &common.sampling,
+                        instance.seed,
+                        choice,
+                        max_tokens,
+                        common.logprobs,
+                    ),
+                    kv: if claim.is_some() {
+                        KvSource::Remote
+                    } else {
+                        KvSource::Compute
+                    },
+                    hold_kv: matches!(leg, Leg::Prefill),
+                },
+                claim: claim.clone(),
+            });
+        }
+    }
+    Ok(Prepared {
+        kind,
+        common,
+        prompts,
+        leg,
+        requests,
+        submission,
+    })
+}
+
+/// Output tokens a request may have. What it asks for must fit; what it leaves open is filled up.
+fn output_limit(
+    instance: &Instance,
+    kind: Kind,
+    common: &Common,
+    prompt: usize,
+) -> Result<u32, ApiError> {
+    let limits = instance.card.limits;
+    let context = limits.max_model_len;
+    let param = match kind {
+        Kind::Completion => "prompt",
+        Kind::Chat => "messages",
+    };
+    let prompt = u32::try_from(prompt).unwrap_or(u32::MAX);
+    if prompt == 0 {
+        return Err(ApiError::invalid(
+            param,
+            format!("{param} has no tokens; at least one is needed"),
+        ));
+    }
+    let too_long = |message: String| {
+        Err(ApiError::new(ErrorKind::ContextLengthExceeded, message).with_param(param))
+    };
+    let Some(left) = context.checked_sub(prompt).filter(|left| *left > 0) else {
+        return too_long(format!(
+            "this model's maximum context length is {context} tokens, input and output together; \
+             the prompt has {prompt}"
+        ));
+    };
+    let field = common.sampling.max_tokens_field;
+    match common.sampling.max_tokens {
+        Some(asked) if asked > limits.max_output_tokens => Err(ApiError::invalid(
+            field,
+            format!(
+                "{field} is {asked}; at most {} are allowed",
+                limits.max_output_tokens
+            ),
+        )),
+        Some(asked) if asked > left => too_long(format!(
+            "this model's maximum context length is {context} tokens; {} were requested: \
+             {prompt} in the prompt, {asked} by {field}",
+            u64::from(prompt) + u64::from(asked)
+        )),
+        Some(asked) => Ok(asked),
+        None => {
+            let open = left.min(limits.max_output_tokens);
+            Ok(match kind {
+                Kind::Completion => open.min(COMPLETION_TOKENS.max(common.sampling.min_tokens)),
+                Kind::Chat => open,
+            })
+        }
+    }
+}
+
+impl Leg {
+    /// The prompt as prefill tokenised it, if it said so.
+    fn prompt(&self) -> Option<Arc<[TokenId]>> {
+        match self {
+            Self::Decode(claim) => claim.prompt(),
+            Self::Plain | Self::Prefill => None,
+        }
+    }
+}

@@ -1,0 +1,503 @@
+//! From output events to answers: whole, or as a stream of server-sent events.
+
+use crate::app::Instance;
+use crate::engine::{ChoiceEvent, End, Generation};
+use crate::logprobs;
+use crate::metrics::InstanceMetrics;
+use crate::prepare::{Kind, Prepared, PromptTokens};
+use axum::body::Body;
+use axum::response::Response;
+use bytes::Bytes;
+use futures_util::stream;
+use http::HeaderValue;
+use http::header::CONTENT_TYPE;
+use serde::Serialize;
+use std::convert::Infallible;
+use std::sync::Arc;
+use twinfer_engine::{FinishReason, OutputToken};
+use twinfer_http::sse;
+use twinfer_protocol::openai::{
+    ChatChoice, ChatChunk, ChatChunkChoice, ChatMessage, ChatResponse, Common, Completion,
+    CompletionChoice, CompletionChunk, CompletionChunkChoice, Delta, StopReason, Usage,
+};
+use twinfer_protocol::{ApiError, ErrorKind, KvTransferParams, TokenId};
+
+const COMPLETION: &str = "text_completion";
+const CHAT: &str = "chat.completion";
+const CHAT_CHUNK: &str = "chat.completion.chunk";
+
+/// What an answer needs to know of its request.
+pub(crate) struct Answer {
+    pub(crate) instance: Arc<Instance>,
+    pub(crate) metrics: InstanceMetrics,
+    pub(crate) id: String,
+    pub(crate) created: u64,
+    kind: Kind,
+    common: Common,
+    prompts: Vec<PromptTokens>,
+}
+
+/// A choice that has ended.
+#[derive(Default)]
+struct Collected {
+    text: String,
+    tokens: Vec<OutputToken>,
+    end: Option<End>,
+}
+
+/// A whole answer's choices.
+pub(crate) struct Outcome {
+    choices: Vec<Collected>,
+}
+
+/// State of a choice in a stream.
+#[derive(Clone, Copy, Default)]
+struct Progress {
+    begun: bool,
+    characters: u64,
+    tokens: u64,
+}
+
+struct EventStream {
+    answer: Answer,
+    generation: Generation,
+    first: Option<ChoiceEvent>,
+    choices: Vec<Progress>,
+    over: bool,
+}
+
+impl Answer {
+    pub(crate) fn new(
+        instance: Arc<Instance>,
+        metrics: InstanceMetrics,
+        id: String,
+        created: u64,
+        prepared: &mut Prepared,
+    ) -> Self {
+        Self {
+            instance,
+            metrics,
+            id,
+            created,
+            kind: prepared.kind,
+            common: prepared.common.clone(),
+            prompts: std::mem::take(&mut prepared.prompts),
+        }
+    }
+
+    /// The prompt that a handle covers.
+    pub(crate) fn first_prompt(&self) -> &[TokenId] {
+        self.prompts.first().map_or(&[], |prompt| &prompt.ids)
+    }
+
+    /// Waits for all choices. Errors: one of them failed; the others are aborted.
+    pub(crate) async fn collect(&self, mut generation: Generation) -> Result<Outcome, ApiError> {
+        let count = self.prompts.len() * self.common.n as usize;
+        let mut choices: Vec<Collected> = (0..count).map(|_| Collected::default()).collect();
+        while let Some(event) = generation.next().await? {
+            if let Some(end) = &event.end {
+                finish(&end.reason)?;
+            }
+            if let Some(choice) = choices.get_mut(event.choice as usize) {
+                choice.text.push_str(&event.text);
+                choice.tokens.extend(event.tokens);
+                choice.end = event.end;
+            }
+        }
+        Ok(Outcome { choices })
+    }
+
+    /// The whole answer.
+    pub(crate) fn whole(
+        &self,
+        outcome: Outcome,
+        kv_transfer_params: Option<KvTransferParams>,
+    ) -> Result<Response, ApiError> {
+        let usage = self.usage(outcome.choices.iter().map(Collected::output_tokens).sum());
+        match self.kind {
+            Kind::Completion => {
+                let choices = outcome.choices.into_iter().enumerate();
+                let choices = choices.map(|(i, choice)| self.completion_choice(i, choice));
+                json(&Completion {
+                    id: &self.id,
+                    object: COMPLETION,
+                    created: self.created,
+                    model: &self.instance.card.model,
+                    choices: choices.collect::<Result<_, _>>()?,
+                    service_tier: None,
+                    system_fingerprint: None,
+                    usage,
+                    kv_transfer_params,
+                })
+            }
+            Kind::Chat => {
+                let choices = outcome.choices.into_iter().enumerate();
+                let choices = choices.map(|(i, choice)| self.chat_choice(i, choice));
+                json(&ChatResponse {
+                    id: &self.id,
+                    object: CHAT,
+                    created: self.created,
+                    model: &self.instance.card.model,
+                    choices: choices.collect::<Result<_, _>>()?,
+                    service_tier: None,
+                    system_fingerprint: None,
+                    usage,
+                    prompt_logprobs: None,
+                    prompt_token_ids: self.prompt_ids(0),
+                    kv_transfer_params,
+                })
+            }
+        }
+    }
+
+    /// A stream of events. The first event of the engine is waited for, so that a request that fails
+    /// before its first token is answered with a status.
+    pub(crate) async fn stream(self, mut generation: Generation) -> Result<Response, ApiError> {
+        let first = generation.next().await?;
+        if let Some(ChoiceEvent { end: Some(end), .. }) = &first {
+            finish(&end.reason)?;
+        }
+        let count = self.prompts.len() * self.common.n as usize;
+        let choices = vec![Progress::default(); count];
+        let state = EventStream {
+            answer: self,
+            generation,
+            first,
+            choices,
+            over: false,
+        };
+        let events = stream::unfold(state, |mut state| async move {
+            let frame = state.next_frame().await?;
+            Some((Ok::<Bytes, Infallible>(frame), state))
+        });
+        Ok(sse::event_stream(Body::from_stream(events)))
+    }
+
+    fn completion_choice(
+        &self,
+        index: usize,
+        choice: Collected,
+    ) -> Result<CompletionChoice, ApiError> {
+        let prompt = index / self.common.n as usize;
+        let (finish_reason, stop_reason) = choice.finish()?;
+        let mut text = self
+            .prompts
+            .get(prompt)
+            .and_then(|p| p.echo.clone())
+            .unwrap_or_default();
+        text.push_str(&choice.text);
+        let wanted = self.common.logprobs.is_some();
+        Ok(CompletionChoice {
+            index: number(index),
+            text,
+            logprobs: wanted
+                .then(|| logprobs::completion(&self.instance.tokenizer, &choice.tokens, &mut 0))
+                .flatten(),
+            finish_reason,
+            stop_reason,
+            token_ids: self.token_ids(&choice.tokens),
+            prompt_logprobs: None,
+            prompt_token_ids: self.prompt_ids(prompt),
+        })
+    }
+
+    fn chat_choice(&self, index: usize, choice: Collected) -> Result<ChatChoice, ApiError> {
+        let (finish_reason, stop_reason) = choice.finish()?;
+        let wanted = self.common.logprobs.is_some();
+        Ok(ChatChoice {
+            index: number(index),
+            logprobs: wanted
+                .then(|| logprobs::chat(&self.instance.tokenizer, &choice.tokens))
+                .flatten(),
+            finish_reason,
+            stop_reason,
+            token_ids: self.token_ids(&choice.tokens),
+            message: ChatMessage {
+                role: "assistant",
+                content: choice.text,
+                refusal: None,
+                annotations: None,
+                audio: None,
+                function_call: None,
+                tool_calls: Vec::new(),
+                reasoning_content: None,
+            },
+        })
+    }
+
+    fn usage(&self, completion_tokens: u64) -> Usage {
+        let prompts = self
+            .prompts
+            .iter()
+            .map(|prompt| prompt.ids.len() as u64)
+            .sum();
+        Usage::new(prompts, completion_tokens)
+    }
+
+    fn token_ids(&self, tokens: &[OutputToken]) -> Option<Vec<TokenId>> {
+        self.common
+            .return_token_ids
+            .then(|| tokens.iter().map(|token| token.id).collect())
+    }
+
+    fn prompt_ids(&self, prompt: usize) -> Option<Vec<TokenId>> {
+        let prompt = self
+            .prompts
+            .get(prompt)
+            .filter(|_| self.common.return_token_ids)?;
+        Some(prompt.ids.to_vec())
+    }
+}
+
+impl Collected {
+    fn output_tokens(&self) -> u64 {
+        self.end.as_ref().map_or(0, |end| end.output_tokens.into())
+    }
+
+    fn finish(&self) -> Result<(&'static str, Option<StopReason>), ApiError> {
+        match &self.end {
+            Some(end) => finish(&end.reason),
+            None => Err(ApiError::new(ErrorKind::Internal, "a choice has no end")),
+        }
+    }
+}
+
+impl Outcome {
+    /// The first choice's kept blocks and last token.
+    pub(crate) fn take_held(&mut self) -> Option<(crate::engine::HeldBlocks, Option<TokenId>)> {
+        let choice = self.choices.first_mut()?;
+        let held = choice.end.as_mut()?.held.take()?;
+        Some((held, choice.tokens.last().map(|token| token.id)))
+    }
+}
+
+impl EventStream {
+    /// All events that are there, as one piece; none when the stream is over.
+    async fn next_frame(&mut self) -> Option<Bytes> {
+        let mut out = Vec::new();
+        while out.is_empty() {
+            if self.over {
+                return None;
+            }
+            let next = match self.first.take() {
+                Some(event) => Ok(Some(event)),
+                None => self.generation.next().await,
+            };
+            let written = match next {
+                Ok(Some(event)) => self.write_all(event, &mut out),
+                Ok(None) => Ok(()),
+                Err(error) => Err(error),
+            };
+            if let Err(error) = written {
+                self.answer.metrics.error(&error);
+                out.extend_from_slice(&sse::error_events(&error));
+                self.over = true;
+            } else if self.generation.is_over() {
+                if self.answer.common.include_usage {
+                    self.write_usage(&mut out);
+                }
+                out.extend_from_slice(&sse::DONE);
+                self.over = true;
+            }
+        }
+        Some(out.into())
+    }
+
+    fn write_all(&mut self, first: ChoiceEvent, out: &mut Vec<u8>) -> Result<(), ApiError> {
+        self.write(first, out)?;
+        while let Some(event) = self.generation.ready() {
+            self.write(event, out)?;
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, event: ChoiceEvent, out: &mut Vec<u8>) -> Result<(), ApiError> {
+        let answer = &self.answer;
+        let finish = event
+            .end
+            .as_ref()
+            .map(|end| finish(&end.reason))
+            .transpose()?;
+        let Some(progress) = self.choices.get_mut(event.choice as usize) else {
+            return Ok(());
+        };
+        let begins = !std::mem::replace(&mut progress.begun, true);
+        progress.tokens += event.tokens.len() as u64;
+        let common = &answer.common;
+        let per_token =
+            common.logprobs.is_some() || common.return_token_ids || common.continuous_usage;
+        let silent =
+            event.text.is_empty() && finish.is_none() && !(per_token && !event.tokens.is_empty());
+        let prompt = event.choice as usize / common.n as usize;
+        let usage = common.continuous_usage.then(|| {
+            let prompt = answer.prompts.get(prompt).map_or(0, |p| p.ids.len() as u64);
+            Usage::new(prompt, progress.tokens)
+        });
+        let tokenizer = &answer.instance.tokenizer;
+        match answer.kind {
+            Kind::Completion => {
+                let echo = answer
+                    .prompts
+                    .get(prompt)
+                    .and_then(|p| p.echo.as_deref())
+                    .filter(|_| begins);
+                if silent && echo.is_none() {
+                    return Ok(());
+                }
+                let text = match echo {
+                    Some(echo) => format!("{echo}{}", event.text),
+                    None => event.text,
+                };
+                let logprobs = match common.logprobs {
+                    Some(_) => {
+                        logprobs::completion(tokenizer, &event.tokens, &mut progress.characters)
+                    }
+                    None => None,
+                };
+                let (finish_reason, stop_reason) =
+                    finish.map_or((None, None), |(f, s)| (Some(f), s));
+                let choice = CompletionChunkChoice {
+                    index: event.choice,
+                    text,
+                    logprobs,
+                    finish_reason,
+                    stop_reason,
+                    prompt_token_ids: if begins {
+                        answer.prompt_ids(prompt)
+                    } else {
+                        None
+                    },
+                    token_ids: answer.token_ids(&event.tokens),
+                };
+                answer.completion_event(&[choice], usage, out);
+            }
+            Kind::Chat => {
+                let chunk = |delta, finish_reason| ChatChunkChoice {
+                    index: event.choice,
+                    delta,
+                    logprobs: None,
+                    finish_reason,
+                    stop_reason: None,
+                    token_ids: None,
+                };
+                if begins {
+                    let role = Delta {
+                        role: Some("assistant"),
+                        content: Some(String::new()),
+                    };
+                    let usage = usage.map(|usage| Usage::new(usage.prompt_tokens, 0));
+                    answer.chat_event(&[chunk(role, None)], usage, answer.prompt_ids(0), out);
+                }
+                if silent {
+                    return Ok(());
+                }
+                let mut choice = chunk(
+                    Delta {
+                        role: None,
+                        content: Some(event.text),
+                    },
+                    finish.as_ref().map(|f| f.0),
+                );
+                choice.stop_reason = finish.map(|(_, stop)| stop);
+                choice.token_ids = answer.token_ids(&event.tokens);
+                if common.logprobs.is_some() {
+                    choice.logprobs = logprobs::chat(tokenizer, &event.tokens);
+                }
+                answer.chat_event(&[choice], usage, None, out);
+            }
+        }
+        Ok(())
+    }
+
+    fn write_usage(&self, out: &mut Vec<u8>) {
+        let usage = Some(
+            self.answer
+                .usage(self.choices.iter().map(|choice| choice.tokens).sum()),
+        );
+        match self.answer.kind {
+            Kind::Completion => self.answer.completion_event(&[], usage, out),
+            Kind::Chat => self.answer.chat_event(&[], usage, None, out),
+        }
+    }
+}
+
+impl Answer {
+    fn completion_event(
+        &self,
+        choices: &[CompletionChunkChoice],
+        usage: Option<Usage>,
+        out: &mut Vec<u8>,
+    ) {
+        let chunk = CompletionChunk {
+            id: &self.id,
+            object: COMPLETION,
+            created: self.created,
+            model: &self.instance.card.model,
+            choices,
+            usage,
+        };
+        event(&chunk, out);
+    }
+
+    fn chat_event(
+        &self,
+        choices: &[ChatChunkChoice],
+        usage: Option<Usage>,
+        prompt_token_ids: Option<Vec<TokenId>>,
+        out: &mut Vec<u8>,
+    ) {
+        let chunk = ChatChunk {
+            id: &self.id,
+            object: CHAT_CHUNK,
+            created: self.created,
+            model: &self.instance.card.model,
+            choices,
+            usage,
+            prompt_token_ids,
+        };
+        event(&chunk, out);
+    }
+}
+
+/// A JSON answer with status 200.
+pub(crate) fn json<T: Serialize>(body: &T) -> Result<Response, ApiError> {
+    let bytes = serde_json::to_vec(body).map_err(|e| {
+        ApiError::new(
+            ErrorKind::Internal,
+            format!("the answer cannot be written: {e}"),
+        )
+    })?;
+    let mut response = Response::new(Body::from(bytes));
+    response
+        .headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    Ok(response)
+}
+
+fn event<T: Serialize>(chunk: &T, out: &mut Vec<u8>) {
+    out.extend_from_slice(b"data: ");
+    // Neither the types nor a vector can fail.
+    let _ = serde_json::to_writer(&mut *out, chunk);
+    out.extend_from_slice(b"\n\n");
+}
+
+/// `finish_reason` and `stop_reason`.
+fn finish(reason: &FinishReason) -> Result<(&'static str, Option<StopReason>), ApiError> {
+    Ok(match reason {
+        FinishReason::Eos => ("stop", None),
+        FinishReason::StopToken(id) => ("stop", Some(StopReason::Token(*id))),
+        FinishReason::StopText(text) => ("stop", Some(StopReason::Text(text.clone()))),
+        FinishReason::Length => ("length", None),
+        FinishReason::Abort => {
+            return Err(ApiError::new(
+                ErrorKind::Internal,
+                "the request was aborted",
+            ));
+        }
+        FinishReason::Error(error) => return Err(error.clone()),
+    })
+}
+
+fn number(index: usize) -> u32 {
+    u32::try_from(index).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,315 @@
+//! The routes of an instance.
+
+use crate::app::{App, BODY_TIME, Caller, Instance, unix_seconds};
+use crate::ids::RequestName;
+use crate::prepare::{Kind, Leg, Prepared, check_model, prepare, render};
+use crate::respond::{Answer, json};
+use axum::Router;
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::response::Response;
+use axum::routing::{get, post};
+use bytes::Bytes;
+use http::header::CONTENT_TYPE;
+use http::{HeaderMap, HeaderValue};
+use serde_json::{Value, json as value};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Instant;
+use twinfer_http::{
+    ClientAddr, METRICS_CONTENT_TYPE, check_content_type, error_response, parse_json, read_body,
+    with_fallbacks,
+};
+use twinfer_protocol::openai::{ChatRequest, Fields, ModelCard, ModelList, Prompt};
+use twinfer_protocol::{ApiError, ErrorKind, KvRelease, LoadReport, TokenId};
+
+/// Completions with bodies up to this many bytes are prepared on the spot.
+const INLINE_BYTES: usize = 4 << 10;
+/// Body of `POST /twinfer/kv/release`.
+const RELEASE_BYTES: u64 = 4 << 10;
+
+/// All routes.
+pub(crate) fn router(app: Arc<App>) -> Router {
+    let router = Router::new()
+        .route("/v1/completions", post(completions))
+        .route("/v1/chat/completions", post(chat_completions))
+        .route("/v1/models", get(models))
+        .route("/tokenize", post(tokenize))
+        .route("/detokenize", post(detokenize))
+        .route("/health", get(health))
+        .route("/ready", get(ready))
+        .route("/metrics", get(metrics))
+        .route("/twinfer/instance", get(instance_card))
+        .route("/twinfer/load", get(load))
+        .route("/twinfer/kv/release", post(kv_release));
+    with_fallbacks(router).with_state(app)
+}
+
+async fn completions(State(app): State<Arc<App>>, request: Request) -> Response {
+    answered(&app, generate(&app, Kind::Completion, request).await)
+}
+
+async fn chat_completions(State(app): State<Arc<App>>, request: Request) -> Response {
+    answered(&app, generate(&app, Kind::Chat, request).await)
+}
+
+async fn generate(app: &Arc<App>, kind: Kind, request: Request) -> Result<Response, ApiError> {
+    let arrived = Instant::now();
+    // Keeps the drain waiting for what a prefill leg leaves behind.
+    let guard = app.drain.enter().ok();
+    let (caller, instance, headers, body) = begin(app, request).await?;
+    let mut prepared = if kind == Kind::Completion && body.len() <= INLINE_BYTES {
+        prepare(&instance, kind, &body, caller)?
+    } else {
+        let (instance, body) = (Arc::clone(&instance), body.clone());
+        off_thread(app, move || prepare(&instance, kind, &body, caller)).await?
+    };
+    let prefix = match kind {
+        Kind::Completion => "cmpl",
+        Kind::Chat => "chatcmpl",
+    };
+    let name = RequestName::new(prefix, &headers, prepared.common.request_id.as_deref());
+    let stream = prepared.common.stream;
+    let answer = Answer::new(
+        Arc::clone(&instance),
+        app.metrics.clone(),
+        name.public.clone(),
+        unix_seconds(),
+        &mut prepared,
+    );
+    let Prepared {
+        leg,
+        requests,
+        submission,
+        ..
+    } = prepared;
+    tracing::debug!(request = %name.log, ids = ?requests.first().map(|r| r.request.id.0), "admitted");
+    let generation = submission.submit(requests, arrived).await?;
+    // The fetches hold the claim as long as they need it.
+    let prefill = matches!(leg, Leg::Prefill);
+    drop(leg);
+    if stream {
+        return answer.stream(generation).await;
+    }
+    let mut outcome = answer.collect(generation).await?;
+    let params = match outcome.take_held() {
+        Some((held, last)) if prefill => Some(
+            instance
+                .handoff
+                .export(held, answer.first_prompt(), last, guard)
+                .await?,
+        ),
+        _ => None,
+    };
+    answer.whole(outcome, params)
+}
+
+async fn models(State(app): State<Arc<App>>, request: Request) -> Response {
+    let list = || {
+        app.caller(request.headers(), client(&request))?;
+        let instance = app.instance()?;
+        json(&ModelList {
+            object: "list".into(),
+            data: vec![ModelCard {
+                id: instance.card.model.clone(),
+                object: "model".into(),
+                created: app.created,
+                owned_by: "twinfer".into(),
+                root: Some(instance.card.model.clone()),
+                parent: None,
+                max_model_len: Some(instance.card.limits.max_model_len),
+            }],
+        })
+    };
+    answered(&app, list())
+}
+
+async fn tokenize(State(app): State<Arc<App>>, request: Request) -> Response {
+    let run = async {
+        let (_, instance, _, body) = begin(&app, request).await?;
+        let (tokens, strings) = {
+            let instance = Arc::clone(&instance);
+            off_thread(&app, move || tokens_of(&instance, &body)).await?
+        };
+        json(&value!({
+            "count": tokens.len(),
+            "max_model_len": instance.card.limits.max_model_len,
+            "tokens": tokens,
+            "token_strs": strings,
+        }))
+    };
+    answered(&app, run.await)
+}
+
+/// `prompt` as a completion has it, or `messages` as a chat has them.
+fn tokens_of(
+    instance: &Instance,
+    body: &Bytes,
+) -> Result<(Vec<TokenId>, Option<Vec<String>>), ApiError> {
+    let fields = Fields::parse(body)?;
+    check_model(instance, fields.string("model")?.as_deref())?;
+    let tokenizer = &instance.tokenizer;
+    let tokens = if fields.raw("messages").is_some() {
+        render(instance, ChatRequest::read(&fields)?)?.1
+    } else {
+        let special = fields.boolean("add_special_tokens")?.unwrap_or(true);
+        match Prompt::read_all(&fields)?.as_slice() {
+            [Prompt::Text(text)] => tokenizer.encode(text, special)?,
+            _ => {
+                return Err(ApiError::invalid(
+                    "prompt",
+                    "prompt is no string; one string is expected",
+                ));
+            }
+        }
+    };
+    let strings = fields
+        .boolean("return_token_strs")?
+        .unwrap_or(false)
+        .then(|| {
+            tokens
+                .iter()
+                .map(|&id| tokenizer.token_text(id).unwrap_or_default())
+                .collect()
+        });
+    Ok((tokens, strings))
+}
+
+async fn detokenize(State(app): State<Arc<App>>, request: Request) -> Response {
+    let run = async {
+        let (_, instance, _, body) = begin(&app, request).await?;
+        let text = off_thread(&app, move || {
+            let fields = Fields::parse(&body)?;
+            check_model(&instance, fields.string("model")?.as_deref())?;
+            let Some(ids) = fields.token_ids("tokens")? else {
+                return Err(ApiError::invalid(
+                    "tokens",
+                    "tokens is missing; a list of token ids is expected",
+                ));
+            };
+            instance
+                .tokenizer
+                .check_ids(&ids)
+                .map_err(|e| ApiError::from(e).with_param("tokens"))?;
+            Ok(instance.tokenizer.decode(&ids, false)?)
+        });
+        json(&value!({ "prompt": text.await? }))
+    };
+    answered(&app, run.await)
+}
+
+/// Alive: the process answers and its engine has not failed.
+async fn health(State(app): State<Arc<App>>) -> Response {
+    let failed = app.loaded().filter(|instance| instance.engine.has_failed());
+    match failed {
+        Some(instance) => error_response(&ApiError::new(
+            ErrorKind::NotReady,
+            instance.engine.failure().message,
+        )),
+        None => plain(&value!({ "status": "ok" })),
+    }
+}
+
+/// Ready: everything is up and nobody wants it down.
+async fn ready(State(app): State<Arc<App>>) -> Response {
+    match app.readiness() {
+        Ok(()) => plain(&value!({ "status": "ready" })),
+        Err(error) => error_response(&error),
+    }
+}
+
+async fn metrics(State(app): State<Arc<App>>) -> Response {
+    let mut response = Response::new(Body::from(app.metrics.encode(app.readiness().is_ok())));
+    response
+        .headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static(METRICS_CONTENT_TYPE));
+    response
+}
+
+async fn instance_card(State(app): State<Arc<App>>, request: Request) -> Response {
+    let card = || {
+        app.peer(request.headers(), client(&request))?;
+        json(&app.instance()?.card)
+    };
+    answered(&app, card())
+}
+
+async fn load(State(app): State<Arc<App>>, request: Request) -> Response {
+    let report = || {
+        app.peer(request.headers(), client(&request))?;
+        let total = app.instance()?.engine.stats().load;
+        json(&LoadReport {
+            total,
+            ranks: vec![total],
+        })
+    };
+    answered(&app, report())
+}
+
+async fn kv_release(State(app): State<Arc<App>>, request: Request) -> Response {
+    let run = async {
+        app.peer(request.headers(), client(&request))?;
+        let (parts, body) = request.into_parts();
+        check_content_type(&parts.headers)?;
+        let body = read_body(&parts.headers, body, RELEASE_BYTES, BODY_TIME).await?;
+        let release: KvRelease = parse_json(&body)?;
+        let outcome = app.instance()?.handoff.release(&release);
+        json(&value!({ "outcome": outcome }))
+    };
+    answered(&app, run.await)
+}
+
+/// Key, readiness, content type and body, in this order.
+async fn begin(
+    app: &App,
+    request: Request,
+) -> Result<(Caller, Arc<Instance>, HeaderMap, Bytes), ApiError> {
+    let caller = app.caller(request.headers(), client(&request))?;
+    let instance = Arc::clone(app.instance()?);
+    let (parts, body) = request.into_parts();
+    check_content_type(&parts.headers)?;
+    let body = read_body(&parts.headers, body, app.config.max_body_bytes, BODY_TIME).await?;
+    Ok((caller, instance, parts.headers, body))
+}
+
+/// Runs CPU work on a blocking thread, few at a time.
+async fn off_thread<T: Send + 'static>(
+    app: &App,
+    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
+    let closed = |_| ApiError::new(ErrorKind::Draining, "the instance is shutting down");
+    let permit = Arc::clone(&app.preparing)
+        .acquire_owned()
+        .await
+        .map_err(closed)?;
+    let work = tokio::task::spawn_blocking(move || {
+        let _permit = permit;
+        work()
+    });
+    work.await.unwrap_or_else(|e| {
+        Err(ApiError::new(
+            ErrorKind::Internal,
+            format!("the request could not be prepared: {e}"),
+        ))
+    })
+}
+
+/// The other end of the connection; nobody's address where it is unknown, so that it is no peer.
+fn client(request: &Request) -> SocketAddr {
+    let unknown = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
+    request
+        .extensions()
+        .get::<ClientAddr>()
+        .map_or(unknown, |client| client.0)
+}
+
+fn answered(app: &App, outcome: Result<Response, ApiError>) -> Response {
+    outcome.unwrap_or_else(|error| {
+        app.metrics.error(&error);
+        error_response(&error)
+    })
+}
+
+fn plain(body: &Value) -> Response {
+    json(body).unwrap_or_else(|error| error_response(&error))
+}
