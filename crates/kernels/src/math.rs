@@ -20,6 +20,7 @@ pub(crate) const EXP_POLYNOMIAL: [f32; 6] = [
 
 /// e^x with a relative error below 2 ulp; 0 below −104, infinity above 88.73, NaN for NaN, exactly 1 at 0. Subnormal
 /// results are rounded once more.
+#[inline(always)]
 pub fn exp(x: f32) -> f32 {
     // A comparison with NaN is false and keeps it.
     let x = if x < EXP_MIN { EXP_MIN } else { x };
@@ -48,6 +49,7 @@ pub fn silu(x: f32) -> f32 {
 }
 
 /// 2^n for an integer n in −126..=127.
+#[inline(always)]
 fn power_of_two(n: f32) -> f32 {
     f32::from_bits(((n as i32 + 127) as u32) << 23)
 }

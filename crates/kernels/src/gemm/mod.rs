@@ -8,7 +8,8 @@ use crate::error::ensure_shape;
 use crate::scratch::with_scratch;
 use crate::team::SOLO_NANOSECONDS;
 use crate::{HeadRows, KernelError, Matrix, ThreadTeam};
-use tile::{Product, TASK_ROWS, TILE_COLS, run_task, scratch_length};
+pub(crate) use tile::{MAX_TILE_ROWS, TILE_COLS, group_tile, pack_rows};
+use tile::{Product, TASK_ROWS, run_task, scratch_length};
 
 /// Length of the blocks of k that are summed apart.
 pub const K_BLOCK: usize = 512;
