@@ -11,7 +11,6 @@ pub(crate) use validate::check_allowed;
 pub use validate::{SamplingLimits, check_length, check_prompt};
 
 use crate::{Logprob, OutputToken, SamplingParams};
-use std::cmp::Ordering;
 use std::collections::HashMap;
 use twinfer_protocol::TokenId;
 
@@ -27,12 +26,12 @@ const FIRST_SORTED: usize = 64;
 pub struct Sampler {
     /// Logits after masks, bias and penalties.
     values: Vec<f32>,
-    /// Tokens that may be drawn, ascending.
+    /// Tokens that may be drawn, ascending; `values` are theirs from then on.
     kept: Vec<TokenId>,
     /// Their weights: probabilities up to a common factor.
     weights: Vec<f64>,
-    select: Vec<f32>,
-    order: Vec<TokenId>,
+    /// Numbers that sort as wanted.
+    keys: Vec<u64>,
 }
 
 /// What the penalties of one request have to know about its tokens. Empty if it has no penalties.
@@ -163,83 +162,120 @@ impl Sampler {
 
     /// Fills `kept` and `weights` from `values`, whose largest is `max`.
     fn distribution(&mut self, params: &SamplingParams, max: f32) {
-        let threshold = self.top_k_threshold(params.top_k as usize);
         let temperature = f64::from(params.temperature.max(MIN_TEMPERATURE));
-        let (max, min_p) = (f64::from(max), f64::from(params.min_p));
+        let k = params.top_k as usize;
         self.kept.clear();
-        self.weights.clear();
-        for (&value, id) in self.values.iter().zip(0..) {
-            if value < threshold || value == f32::NEG_INFINITY {
-                continue;
-            }
-            // The best token has weight 1, so min_p compares directly.
-            let weight = math::exp((f64::from(value) - max) / temperature);
-            if weight >= min_p {
-                self.kept.push(id);
-                self.weights.push(weight);
-            }
+        if 0 < k && k < self.values.len() {
+            self.keep_top_k(k);
+        } else {
+            self.kept.extend((0..).take(self.values.len()));
+        }
+        math::exp_all(&self.values, max, temperature, &mut self.weights);
+        if params.min_p > 0.0 {
+            self.cut_min_p(f64::from(params.min_p));
         }
         if params.top_p < 1.0 {
             self.cut_top_p(f64::from(params.top_p));
         }
     }
 
-    /// The k-th largest value; ties with it stay.
-    fn top_k_threshold(&mut self, k: usize) -> f32 {
-        if k == 0 || k >= self.values.len() {
-            return f32::NEG_INFINITY;
+    /// Keeps the values not below the k-th largest: ties with it stay. `values` are those of `kept`
+    /// afterwards.
+    fn keep_top_k(&mut self, k: usize) {
+        self.keys.clear();
+        self.keys.extend(
+            self.values
+                .iter()
+                .map(|&value| u64::from(descending(value))),
+        );
+        let last = *self.keys.select_nth_unstable(k - 1).1;
+        let ids = self.values.iter().zip(0..);
+        let keep = ids.filter(|&(&value, _)| u64::from(descending(value)) <= last);
+        self.kept.extend(keep.map(|(_, id)| id));
+        for (to, &id) in self.kept.iter().enumerate() {
+            self.values[to] = self.values[id as usize];
         }
-        self.select.clear();
-        self.select.extend_from_slice(&self.values);
-        *self
-            .select
-            .select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a))
-            .1
+        self.values.truncate(self.kept.len());
+    }
+
+    /// Keeps the weights not below `min_p`: the best token has weight 1.
+    fn cut_min_p(&mut self, min_p: f64) {
+        let mut to = 0;
+        for from in 0..self.kept.len() {
+            if self.weights[from] >= min_p {
+                self.move_kept(from, to);
+                to += 1;
+            }
+        }
+        self.truncate_kept(to);
+    }
+
+    fn move_kept(&mut self, from: usize, to: usize) {
+        self.kept[to] = self.kept[from];
+        self.values[to] = self.values[from];
+        self.weights[to] = self.weights[from];
+    }
+
+    fn truncate_kept(&mut self, len: usize) {
+        self.kept.truncate(len);
+        self.values.truncate(len);
+        self.weights.truncate(len);
     }
 
     /// Keeps the smallest set of best tokens whose mass reaches `p`; of equal ones the lower ids.
     fn cut_top_p(&mut self, p: f64) {
-        let wanted = p * self.weights.iter().sum::<f64>();
-        // Indices into `kept`, which are in order of id.
-        self.order.clear();
-        self.order.extend((0..).take(self.kept.len()));
-        let (kept, weights, values) = (&self.kept, &self.weights, &self.values);
-        let better = |a: &TokenId, b: &TokenId| -> Ordering {
-            let value = |i: &TokenId| values[kept[*i as usize] as usize];
-            value(b).total_cmp(&value(a)).then(a.cmp(b))
-        };
-        let mut sorted = FIRST_SORTED.min(self.order.len());
+        let wanted = p * math::sum(&self.weights);
+        // Best first; the low half is the place in `kept`, which is in order of id.
+        let place = |key: u64| (key & 0xFFFF_FFFF) as usize;
+        self.keys.clear();
+        let keys = self.values.iter().zip(0u64..);
+        self.keys
+            .extend(keys.map(|(&value, at)| u64::from(descending(value)) << 32 | at));
+        let mut sorted = 0;
+        let mut above = 0.0;
         let cut = loop {
-            if sorted < self.order.len() {
-                self.order.select_nth_unstable_by(sorted, better);
+            let end = (sorted * 8).max(FIRST_SORTED).min(self.keys.len());
+            let next = &mut self.keys[sorted..];
+            if end - sorted < next.len() {
+                next.select_nth_unstable(end - sorted);
             }
-            self.order[..sorted].sort_unstable_by(better);
-            let mut above = 0.0;
-            let cut = self.order[..sorted].iter().position(|&i| {
+            next[..end - sorted].sort_unstable();
+            let cut = self.keys[sorted..end].iter().position(|&key| {
                 let out = above >= wanted;
-                above += weights[i as usize];
+                above += self.weights[place(key)];
                 out
             });
             match cut {
-                Some(cut) => break cut.max(1),
-                None if sorted == self.order.len() => break sorted,
-                None => sorted = (sorted * 8).min(self.order.len()),
+                Some(cut) => break (sorted + cut).max(1),
+                None if end == self.keys.len() => break end,
+                None => sorted = end,
             }
         };
-        self.order.truncate(cut);
-        self.order.sort_unstable();
-        for (to, &from) in self.order.iter().enumerate() {
-            self.kept[to] = self.kept[from as usize];
-            self.weights[to] = self.weights[from as usize];
+        self.keys.truncate(cut);
+        let mut places = std::mem::take(&mut self.keys);
+        places.iter_mut().for_each(|key| *key = place(*key) as u64);
+        places.sort_unstable();
+        for (to, &from) in places.iter().enumerate() {
+            self.move_kept(from as usize, to);
         }
-        self.kept.truncate(cut);
-        self.weights.truncate(cut);
+        self.truncate_kept(cut);
+        self.keys = places;
+    }
+}
+
+/// A number that is the smaller the larger the value is; equal for 0 and -0.
+fn descending(value: f32) -> u32 {
+    let bits = (value + 0.0).to_bits();
+    if bits >> 31 == 0 {
+        !(bits | 1 << 31)
+    } else {
+        bits
     }
 }
 
 /// The token at which the running sum of weights passes `number` times their sum.
 fn draw(kept: &[TokenId], weights: &[f64], number: f64) -> Option<TokenId> {
-    let target = number * weights.iter().sum::<f64>();
+    let target = number * math::sum(weights);
     let mut sum = 0.0;
     let passed = weights.iter().position(|weight| {
         sum += weight;
@@ -253,11 +289,7 @@ fn draw(kept: &[TokenId], weights: &[f64], number: f64) -> Option<TokenId> {
 /// Log-probabilities of the raw logits: that of `chosen` and the `k` best, ties by lower id.
 fn raw_logprobs(row: &[f32], max: f32, chosen: TokenId, k: usize) -> (Logprob, Vec<Logprob>) {
     let wide_max = f64::from(max);
-    let sum: f64 = row
-        .iter()
-        .map(|&x| math::exp(f64::from(x) - wide_max))
-        .sum();
-    let norm = math::ln(sum);
+    let norm = math::ln(math::exp_sum(row, max));
     let logprob = |value: f32| ((f64::from(value) - wide_max) - norm) as f32;
 
     let mut best: Vec<(f32, TokenId)> = Vec::with_capacity(k.min(row.len()) + 1);

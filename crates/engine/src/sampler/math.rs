@@ -41,6 +41,54 @@ const COEFFICIENTS: [f64; 14] = [
     1.0,
 ];
 
+/// Running sums beside each other: a single one is a chain of dependent additions.
+const LANES: usize = 8;
+
+/// Sum of the values, those of each eighth place first.
+pub(crate) fn sum(values: &[f64]) -> f64 {
+    sum_of(values, |value| value)
+}
+
+/// `weights` becomes e^((x - max) / temperature) of each value x.
+pub(crate) fn exp_all(values: &[f32], max: f32, temperature: f64, weights: &mut Vec<f64>) {
+    let max = f64::from(max);
+    let weight = |value: f32| exp((f64::from(value) - max) / temperature);
+    weights.clear();
+    weights.resize(values.len(), 0.0);
+    let mut to = weights.chunks_exact_mut(LANES);
+    let from = values.chunks_exact(LANES);
+    let rest = from.remainder();
+    for (to, from) in to.by_ref().zip(from) {
+        for (to, &from) in to.iter_mut().zip(from) {
+            *to = weight(from);
+        }
+    }
+    for (to, &from) in to.into_remainder().iter_mut().zip(rest) {
+        *to = weight(from);
+    }
+}
+
+/// Sum of e^(x - max), in the order of [`sum`].
+pub(crate) fn exp_sum(row: &[f32], max: f32) -> f64 {
+    let max = f64::from(max);
+    sum_of(row, |x| exp(f64::from(x) - max))
+}
+
+fn sum_of<T: Copy>(values: &[T], term: impl Fn(T) -> f64) -> f64 {
+    let mut sums = [0.0; LANES];
+    let chunks = values.chunks_exact(LANES);
+    let rest = chunks.remainder();
+    for chunk in chunks {
+        for (sum, &value) in sums.iter_mut().zip(chunk) {
+            *sum += term(value);
+        }
+    }
+    for (sum, &value) in sums.iter_mut().zip(rest) {
+        *sum += term(value);
+    }
+    sums.into_iter().sum()
+}
+
 /// ln x for normal x > 0.
 pub(crate) fn ln(x: f64) -> f64 {
     let bits = x.to_bits();

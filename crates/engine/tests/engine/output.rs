@@ -244,6 +244,29 @@ fn only_allowed_tokens_are_drawn() {
     assert!(allowed.iter().all(|id| ids.contains(id)), "{ids:?}");
 }
 
+/// The script's token has a logit of 10, all others 0.
+#[test]
+fn penalties_see_what_was_written() {
+    let script = [b'z'; 20];
+    let free = run(&script, None, SamplingParams::greedy(8)).0;
+    assert_eq!(free, [122; 8]);
+    let params = SamplingParams {
+        frequency_penalty: 2.0,
+        ..SamplingParams::greedy(8)
+    };
+    // After five of them its logit is that of the others, and the lowest id wins.
+    assert_eq!(
+        run(&script, None, params).0[..6],
+        [122, 122, 122, 122, 122, 0]
+    );
+    let params = SamplingParams {
+        repetition_penalty: 1000.0,
+        presence_penalty: 1.0,
+        ..SamplingParams::greedy(8)
+    };
+    assert_eq!(run(&script, None, params).0[..2], [122, 0]);
+}
+
 #[test]
 fn logprobs_come_only_if_asked_for_with_as_many_alternatives_as_asked_for() {
     let count = |logprobs| {

@@ -120,6 +120,29 @@ fn a_fetch_begins_even_if_streams_take_the_whole_budget() {
     assert!(bench.fetches.contains_key(&2));
 }
 
+#[test]
+fn a_fetched_stream_goes_on_during_the_prefill_of_an_older_request() {
+    let config = EngineConfig {
+        max_num_batched_tokens: 4,
+        ..roomy()
+    };
+    let mut bench = bench(config, 128);
+    bench
+        .engine
+        .submit(request(1, prompt(1, 200), sampled(1, 2)))
+        .unwrap();
+    bench.engine.submit(remote(2, 9, 30)).unwrap();
+    bench.step();
+    bench.load(2, &prompt(2, 9));
+    for _ in 0..30 {
+        bench.step();
+    }
+    assert_eq!(bench.ended, [2]);
+    bench.run();
+    assert_eq!(bench.ended, [2, 1]);
+    bench.assert_idle();
+}
+
 /// Only fetched sequences can outnumber the budget: others are admitted while some of it is left.
 #[test]
 fn more_streams_than_budget_take_turns() {
