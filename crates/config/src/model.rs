@@ -339,7 +339,7 @@ fn parse_mla(f: &Fields<'_>) -> Result<MlaConfig, ModelConfigError> {
         qk_rope_head_dim: f.size("qk_rope_head_dim", 1 << 14)?,
         v_head_dim: f.size("v_head_dim", 1 << 14)?,
     };
-    if mla.qk_rope_head_dim % 2 != 0 {
+    if !mla.qk_rope_head_dim.is_multiple_of(2) {
         return Err(f.bad_here("qk_rope_head_dim", "an even number"));
     }
     if f.given("qk_head_dim")
@@ -362,7 +362,7 @@ fn parse_moe(f: &Fields<'_>) -> Result<MoeConfig, ModelConfigError> {
         normalize: f.flag_or("norm_topk_prob", true)?,
         scale: f.positive("routed_scaling_factor")? as f32,
     };
-    if moe.experts % moe.groups != 0 {
+    if !moe.experts.is_multiple_of(moe.groups) {
         return Err(f.bad_here(
             "n_group",
             &format!("a divisor of n_routed_experts ({})", moe.experts),

@@ -49,11 +49,6 @@ impl CpuExecutor {
         self.team.threads()
     }
 
-    /// Replaces the compute threads; results do not depend on them.
-    pub fn set_team(&mut self, team: ThreadTeam) {
-        self.team = team;
-    }
-
     fn kv_type(&self) -> DType {
         if self.geometry.value_bytes == 2 {
             DType::Bf16

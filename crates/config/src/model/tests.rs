@@ -19,7 +19,7 @@ fn base() -> Map<String, Value> {
 }
 
 /// The golden config with some fields replaced; null removes one.
-fn with(changes: Value) -> Result<ModelConfig, ModelConfigError> {
+fn with(changes: &Value) -> Result<ModelConfig, ModelConfigError> {
     let mut map = base();
     for (key, value) in changes.as_object().unwrap() {
         if value.is_null() {
@@ -31,11 +31,11 @@ fn with(changes: Value) -> Result<ModelConfig, ModelConfigError> {
     ModelConfig::parse(&Value::Object(map).to_string())
 }
 
-fn message(changes: Value) -> String {
+fn message(changes: &Value) -> String {
     with(changes).unwrap_err().to_string()
 }
 
-fn yarn(changes: Value) -> Value {
+fn yarn(changes: &Value) -> Value {
     let mut yarn = json!({
         "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
         "mscale": 1.0, "mscale_all_dim": 1.0
@@ -52,7 +52,7 @@ fn yarn(changes: Value) -> Value {
 
 #[test]
 fn the_golden_config_is_read() {
-    let config = with(json!({})).unwrap();
+    let config = with(&json!({})).unwrap();
     assert_eq!(
         (config.layers, config.mtp_layers, config.context),
         (3, 1, 1024)
@@ -67,7 +67,7 @@ fn the_golden_config_is_read() {
 
 #[test]
 fn an_unserved_architecture_is_refused_with_the_list_of_served_ones() {
-    let text = message(json!({"architectures": ["Qwen3MoeForCausalLM"]}));
+    let text = message(&json!({"architectures": ["Qwen3MoeForCausalLM"]}));
     assert!(
         text.contains("Qwen3MoeForCausalLM") && text.contains("DeepseekV3ForCausalLM"),
         "{text}"
@@ -78,9 +78,9 @@ fn an_unserved_architecture_is_refused_with_the_list_of_served_ones() {
         json!(["A", "B"]),
         json!([1]),
     ] {
-        assert!(message(json!({"architectures": broken})).contains("architectures"));
+        assert!(message(&json!({"architectures": broken})).contains("architectures"));
     }
-    assert!(message(json!({"architectures": null})).contains("lacks architectures"));
+    assert!(message(&json!({"architectures": null})).contains("lacks architectures"));
 }
 
 #[test]
@@ -180,26 +180,26 @@ fn values_the_engine_would_compute_otherwise_are_refused_by_name() {
             "object",
         ),
         (
-            json!({"rope_scaling": yarn(json!({"type": "linear"}))}),
+            json!({"rope_scaling": yarn(&json!({"type": "linear"}))}),
             "rope_scaling.type",
             "linear",
             "yarn",
         ),
         (
-            json!({"rope_scaling": yarn(json!({"factor": 0}))}),
+            json!({"rope_scaling": yarn(&json!({"factor": 0}))}),
             "rope_scaling.factor",
             "0",
             "above 0",
         ),
         (
-            json!({"rope_scaling": yarn(json!({"alpha": 2}))}),
+            json!({"rope_scaling": yarn(&json!({"alpha": 2}))}),
             "rope_scaling.alpha",
             "2",
             "absent",
         ),
     ];
     for (change, field, value, allowed) in cases {
-        let text = message(change.clone());
+        let text = message(&change);
         assert!(
             text.contains(field) && text.contains(value) && text.contains(allowed),
             "{change}: {text}"
@@ -217,7 +217,7 @@ fn a_missing_size_is_named() {
         "routed_scaling_factor",
     ] {
         assert!(
-            message(json!({ field: null })).contains(&format!("lacks {field}")),
+            message(&json!({ field: null })).contains(&format!("lacks {field}")),
             "{field}"
         );
     }
@@ -226,7 +226,7 @@ fn a_missing_size_is_named() {
 #[test]
 fn unknown_fields_are_told_but_do_not_stop() {
     assert_eq!(
-        with(json!({"some_new_thing": 7, "initializer_range": 0.1}))
+        with(&json!({"some_new_thing": 7, "initializer_range": 0.1}))
             .unwrap()
             .unread,
         ["some_new_thing"]
@@ -252,22 +252,22 @@ fn text_that_is_no_json_object_is_an_error() {
 
 #[test]
 fn both_spellings_of_the_file_format_give_the_same_model() {
-    let classic = with(json!({})).unwrap();
+    let classic = with(&json!({})).unwrap();
     let mut inner = base()["rope_scaling"].clone();
     let kind = inner.as_object_mut().unwrap().remove("type").unwrap();
     inner["rope_type"] = kind;
     let renamed =
-        with(json!({"rope_scaling": inner, "torch_dtype": null, "dtype": "bfloat16"})).unwrap();
+        with(&json!({"rope_scaling": inner, "torch_dtype": null, "dtype": "bfloat16"})).unwrap();
     inner["rope_theta"] = json!(10000.0);
     let new =
-        with(json!({"rope_scaling": null, "rope_theta": null, "rope_parameters": inner})).unwrap();
+        with(&json!({"rope_scaling": null, "rope_theta": null, "rope_parameters": inner})).unwrap();
     assert_eq!(classic, renamed);
     assert_eq!(classic, new);
     assert_eq!(classic.identity(), new.identity());
 
-    let none = with(json!({"rope_scaling": null})).unwrap();
+    let none = with(&json!({"rope_scaling": null})).unwrap();
     let default = with(
-        json!({"rope_scaling": null, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
+        &json!({"rope_scaling": null, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}),
     );
     assert_eq!(none, default.unwrap());
 }
@@ -277,7 +277,7 @@ fn contradictions_between_spellings_are_errors() {
     let inner = base()["rope_scaling"].clone();
     let cases = [
         json!({"dtype": "float32"}),
-        json!({"rope_scaling": yarn(json!({"rope_type": "default"}))}),
+        json!({"rope_scaling": yarn(&json!({"rope_type": "default"}))}),
         json!({"rope_parameters": {"rope_type": "default"}}),
         json!({"rope_parameters": {"rope_type": "yarn", "rope_theta": 50000.0, "factor": 32.0,
             "original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 1.0}}),
@@ -285,15 +285,15 @@ fn contradictions_between_spellings_are_errors() {
         json!({"num_key_value_heads": 2}),
         json!({"qk_head_dim": 41}),
         json!({"max_position_embeddings": 1025}),
-        json!({"rope_scaling": yarn(json!({"beta_fast": 1, "beta_slow": 32}))}),
+        json!({"rope_scaling": yarn(&json!({"beta_fast": 1, "beta_slow": 32}))}),
     ];
     for case in cases {
-        let text = message(case.clone());
+        let text = message(&case);
         assert!(text.contains("contradicts"), "{case}: {text}");
     }
     let mut agreeing = inner;
     agreeing["rope_theta"] = json!(10000.0);
-    assert!(with(json!({"rope_parameters": agreeing, "dtype": "bfloat16"})).is_ok());
+    assert!(with(&json!({"rope_parameters": agreeing, "dtype": "bfloat16"})).is_ok());
 }
 
 /// C6.6: the length is original × factor whichever of the two lengths the file announces.
@@ -301,20 +301,20 @@ fn contradictions_between_spellings_are_errors() {
 fn the_yarn_factor_is_never_applied_twice_to_the_context() {
     for max_position_embeddings in [163_840, 4_096, 131_072] {
         let config = with(
-            json!({"rope_scaling": yarn(json!({})), "max_position_embeddings": max_position_embeddings}),
+            &json!({"rope_scaling": yarn(&json!({})), "max_position_embeddings": max_position_embeddings}),
         );
         assert_eq!(config.unwrap().context, 163_840);
     }
-    let plain = with(json!({"rope_scaling": null, "max_position_embeddings": 32_768})).unwrap();
+    let plain = with(&json!({"rope_scaling": null, "max_position_embeddings": 32_768})).unwrap();
     assert_eq!(plain.context, 32_768);
     let beyond =
-        message(json!({"rope_scaling": yarn(json!({})), "max_position_embeddings": 6_553_600}));
+        message(&json!({"rope_scaling": yarn(&json!({})), "max_position_embeddings": 6_553_600}));
     assert!(
         beyond.contains("6553600") && beyond.contains("163840"),
         "{beyond}"
     );
     let missing =
-        message(json!({"rope_scaling": yarn(json!({"original_max_position_embeddings": null}))}));
+        message(&json!({"rope_scaling": yarn(&json!({"original_max_position_embeddings": null}))}));
     assert!(
         missing.contains("rope_scaling.original_max_position_embeddings"),
         "{missing}"
@@ -337,11 +337,11 @@ fn golden_rope_tables() {
             settings["rope_scaling"] = Value::Null;
         }
         if name.starts_with("llama3") {
-            let text = message(settings);
+            let text = message(&settings);
             assert!(text.contains("llama3") && text.contains("yarn"), "{text}");
             continue;
         }
-        let config = with(settings).unwrap();
+        let config = with(&settings).unwrap();
         let frequencies = config.rope.frequencies(dim);
         let reference = case["inv_freq"].as_array().unwrap();
         assert_eq!(frequencies.len(), reference.len());
@@ -372,7 +372,7 @@ fn golden_rope_tables() {
 
 #[test]
 fn the_identity_tells_apart_what_computes_otherwise_and_nothing_else() {
-    let base = with(json!({})).unwrap().identity();
+    let base = with(&json!({})).unwrap().identity();
     let same = [
         json!({"num_nextn_predict_layers": 0}),
         json!({"initializer_range": 0.5}),
@@ -380,7 +380,7 @@ fn the_identity_tells_apart_what_computes_otherwise_and_nothing_else() {
         json!({"torch_dtype": "float32"}),
     ];
     for change in same {
-        assert_eq!(with(change.clone()).unwrap().identity(), base, "{change}");
+        assert_eq!(with(&change).unwrap().identity(), base, "{change}");
     }
     let other = [
         json!({"routed_scaling_factor": 2.0}),
@@ -394,13 +394,13 @@ fn the_identity_tells_apart_what_computes_otherwise_and_nothing_else() {
         json!({"first_k_dense_replace": 0}),
     ];
     for change in other {
-        assert_ne!(with(change.clone()).unwrap().identity(), base, "{change}");
+        assert_ne!(with(&change).unwrap().identity(), base, "{change}");
     }
 }
 
 #[test]
 fn kv_sizes_are_those_of_the_published_models() {
-    let v3 = with(json!({
+    let v3 = with(&json!({
         "num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64
     }))
     .unwrap();
@@ -416,7 +416,7 @@ fn kv_sizes_are_those_of_the_published_models() {
 
 #[test]
 fn memory_that_is_not_there_is_refused_with_both_numbers() {
-    let kv = KvShape::of(&with(json!({})).unwrap(), Dtype::Bf16, 16);
+    let kv = KvShape::of(&with(&json!({})).unwrap(), Dtype::Bf16, 16);
     let block = kv.block_bytes();
     assert_eq!(block, 3 * 48 * 2 * 16);
     let plan = |budget, available| kv.plan(budget, available, 1000, 500);
@@ -490,7 +490,7 @@ fn sizes_are_parsed_with_their_units() {
 
 #[test]
 fn the_tensor_list_is_that_of_the_checkpoint() {
-    let config = with(json!({})).unwrap();
+    let config = with(&json!({})).unwrap();
     let specs = config.tensors();
     let names: Vec<&str> = specs
         .tensors
@@ -504,11 +504,11 @@ fn the_tensor_list_is_that_of_the_checkpoint() {
             && !specs.is_spare("model.layers.2.eh_proj.weight")
     );
     assert!(!specs.is_spare("lm_head.weight"));
-    let tied = with(json!({"tie_word_embeddings": true}))
+    let tied = with(&json!({"tie_word_embeddings": true}))
         .unwrap()
         .tensors();
     assert!(tied.is_spare("lm_head.weight") && tied.tensors.len() == specs.tensors.len() - 1);
-    let plain = with(json!({"q_lora_rank": null})).unwrap().tensors();
+    let plain = with(&json!({"q_lora_rank": null})).unwrap().tensors();
     assert!(plain.tensors.iter().any(
         |spec| spec.name == "model.layers.0.self_attn.q_proj.weight" && spec.shape == [160, 64]
     ));

@@ -106,9 +106,7 @@ impl Model {
     /// Refused within 5 s; the message holds all words.
     fn refused(&self, words: &[&str]) -> ModelError {
         let start = Instant::now();
-        let error = check(self.dir.path(), &options())
-            .err()
-            .expect("a broken model is refused");
+        let error = check(self.dir.path(), &options()).expect_err("a broken model is refused");
         assert!(start.elapsed() < Duration::from_secs(5));
         let text = error.to_string();
         for word in words {
@@ -813,4 +811,56 @@ fn progress_ends_at_all_bytes() {
     .unwrap();
     assert_eq!(most.into_inner(), loaded.weight_bytes);
     assert_eq!(totals.into_inner(), loaded.weight_bytes);
+}
+
+/// Settings that the golden checkpoint does not exercise, against an independent implementation.
+#[test]
+fn golden_logits_under_other_settings() {
+    let text = include_str!("../../../../testdata/golden/deepseek_v3_variants.json");
+    let file: Value = serde_json::from_str(text).unwrap();
+    let tokens: Vec<u32> = (0..300).map(|i| (37 * i + i * i) % 499).collect();
+    for variant in file["variants"].as_array().unwrap() {
+        let model = Model::copy();
+        for (field, value) in variant["config"].as_object().unwrap() {
+            model.configure(field, value.clone());
+        }
+        if variant["config"].get("q_lora_rank").is_some() {
+            model.edit(|tensors| {
+                let (dtype, _, head) = &tensors["lm_head.weight"];
+                let projection = (*dtype, vec![160, 64], head[..160 * 64 * 2].to_vec());
+                for layer in 0..3 {
+                    tensors.insert(
+                        format!("model.layers.{layer}.self_attn.q_proj.weight"),
+                        projection.clone(),
+                    );
+                }
+            });
+        }
+        let options = LoadOptions {
+            dtype: Dtype::F32,
+            kv: KvMemory::Blocks(19),
+            ..LoadOptions::default()
+        };
+        let mut executor = load(model.dir.path(), &options).unwrap().executor;
+        let (blocks, mut logits): (Vec<u32>, _) = ((0..19).collect(), Vec::new());
+        let work = SeqWork {
+            tokens: &tokens,
+            start: 0,
+            blocks: &blocks,
+            logits: true,
+        };
+        executor.execute(&[work], &mut logits).unwrap();
+        let reference = variant["logits"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|value| value.as_f64().unwrap());
+        let worst = logits
+            .iter()
+            .zip(reference)
+            .map(|(ours, x)| (f64::from(*ours) - x).abs())
+            .fold(0.0, f64::max);
+        println!("{}: worst logit {worst:.1e}, allowed 1e-3", variant["name"]);
+        assert!(worst <= 1e-3, "{}: {worst}", variant["name"]);
+    }
 }

@@ -1,7 +1,7 @@
 //! Sequences through an executor, without scheduler: block tables made by hand, activations recorded.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use twinfer_engine::{
     CpuExecutor, Executor, KvMemory, LoadOptions, LoadedModel, Probe, ProbeRows, SeqWork, Tap, load,
@@ -42,9 +42,9 @@ pub(crate) fn testdata(path: &str) -> PathBuf {
         .join(path)
 }
 
-pub(crate) fn model(path: PathBuf, options: &LoadOptions<'_>) -> LoadedModel {
+pub(crate) fn model(path: &Path, options: &LoadOptions<'_>) -> LoadedModel {
     load(
-        &path,
+        path,
         &LoadOptions {
             kv: KvMemory::Blocks(256),
             ..options.clone()
