@@ -3,7 +3,7 @@
 use crate::exit;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
-use twinfer_config::{FakeConfig, LogFormat};
+use twinfer_config::{FakeConfig, GenerateConfig, LogFormat};
 
 /// Serves Mixture-of-Experts language models with prefill and decode together or apart.
 #[derive(Debug, Parser)]
@@ -55,6 +55,16 @@ Examples:
 Uses four ports on loopback: PORT for the router, then one each for prefill, its KV handoff, and decode. With --once the
 exit code is 0 only if every answer is right, and every prompt but its last token came by handoff.")]
     Demo(DemoArgs),
+
+    /// Run prompts from a file through the native engine, without HTTP.
+    #[command(after_help = "\
+Examples:
+  twinfer generate models/demo --prompts questions.txt --chat
+  echo '{\"prompt\": \"Once upon a time\", \"max_tokens\": 20, \"logprobs\": 1}' | twinfer generate models/demo --prompts - --input jsonl
+
+Results come in the order of the prompts. Seeds, stops and all other fields of a JSON line mean what they mean over HTTP,
+and the token ids are the same.")]
+    Generate(GenerateArgs),
 
     /// Play an instance: answer as vLLM or twinfer do, with scripted times and faults.
     #[command(after_help = "\
@@ -127,6 +137,14 @@ pub(crate) struct DemoArgs {
     /// Print the plan as JSON.
     #[arg(long, requires = "print_plan")]
     pub(crate) json: bool,
+}
+
+/// Arguments of `generate`.
+#[derive(Debug, Args)]
+pub(crate) struct GenerateArgs {
+    /// All of them.
+    #[command(flatten)]
+    pub(crate) config: GenerateConfig,
 }
 
 /// Arguments of `fake`.

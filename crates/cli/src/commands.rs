@@ -2,6 +2,7 @@
 
 mod demo;
 mod fake;
+mod generate;
 mod plan;
 mod reference;
 mod runtime;
@@ -18,6 +19,7 @@ pub(crate) fn run(cli: Cli) -> Outcome {
         Command::Up(args) => up::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Fake(args) => fake::run(args),
+        Command::Generate(args) => generate::run(&args.config),
         Command::Init => output::write(&twinfer_deploy::example()),
         Command::Reference(args) => reference::run(args.page),
     }

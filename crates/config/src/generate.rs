@@ -1,0 +1,106 @@
+use crate::{Dtype, LogFormat};
+use clap::{Args, ValueEnum};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// Form of prompts or results.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum LineFormat {
+    /// Prompts: one per line. Results: the text of each, one after the other.
+    Text,
+    /// Prompts: per line a JSON string, or an object as the body of `/v1/completions` or
+    /// `/v1/chat/completions`. Results: one JSON object per line.
+    Jsonl,
+}
+
+/// Prompts from a file through the native engine, without HTTP: `twinfer generate MODEL_DIR`.
+#[derive(Clone, Debug, PartialEq, Args, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct GenerateConfig {
+    /// Hugging Face model directory: config.json, safetensors, tokenizer.json.
+    #[arg(value_name = "MODEL_DIR")]
+    pub model: PathBuf,
+
+    /// File of prompts; `-` reads standard input.
+    #[arg(long, value_name = "FILE")]
+    pub prompts: PathBuf,
+
+    /// Form of the prompts; `jsonl` if the file's name ends so, else `text`.
+    #[arg(long, value_enum)]
+    pub input: Option<LineFormat>,
+
+    /// Form of the results; as the prompts if absent.
+    #[arg(long, value_enum)]
+    pub output: Option<LineFormat>,
+
+    /// Each plain prompt is a question in a chat: the model's chat template is put around it.
+    #[arg(long)]
+    #[serde(default)]
+    pub chat: bool,
+
+    /// Most output tokens of a prompt that says nothing else; what the context has room for if that is
+    /// less.
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_tokens: u32,
+
+    /// Temperature of a prompt that says nothing else; 0 is greedy.
+    #[arg(long, default_value_t = 0.0)]
+    pub temperature: f32,
+
+    /// Probability mass kept, above 0 and up to 1.
+    #[arg(long, default_value_t = 1.0)]
+    pub top_p: f32,
+
+    /// Tokens kept; 0 keeps all.
+    #[arg(long, default_value_t = 0)]
+    pub top_k: u32,
+
+    /// Seed of the random numbers.
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+
+    /// Do not stop at the end of the sequence.
+    #[arg(long)]
+    #[serde(default)]
+    pub ignore_eos: bool,
+
+    /// Compute and KV type.
+    #[arg(long, value_enum, default_value_t)]
+    #[serde(default)]
+    pub dtype: Dtype,
+
+    /// Longest input and output together, in tokens; the model's own limit if absent.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(2..))]
+    pub max_model_len: Option<u32>,
+
+    /// Sequences that run at the same time.
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub max_num_seqs: u32,
+
+    /// Tokens of one step: prompts longer than this are computed in chunks.
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_num_batched_tokens: u32,
+
+    /// Tokens per KV block.
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
+    pub block_size: u32,
+
+    /// Memory for KV, such as `512MiB` or `4GiB`; a quarter of what is available if absent.
+    #[arg(long)]
+    pub kv_cache_memory: Option<String>,
+
+    /// Compute threads; one per permitted core if absent.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub threads: Option<u32>,
+
+    /// Cores to run on, such as `0-3,8`; those permitted to the process if absent.
+    #[arg(long)]
+    pub cpus: Option<String>,
+
+    /// Form of log lines.
+    #[arg(long, value_enum, default_value_t)]
+    #[serde(default)]
+    pub log_format: LogFormat,
+}
