@@ -74,6 +74,15 @@ Example: rehearse a router
   twinfer router --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200")]
     Fake(FakeArgs),
 
+    /// Measure what this machine can do at best: read bandwidth and arithmetic peaks.
+    #[command(after_help = "\
+Examples:
+  twinfer machine
+  twinfer machine --threads 1,8 --json
+
+Stop other work first: these are the best rates, and a busy machine hides them.")]
+    Machine(MachineArgs),
+
     /// Print an annotated deployment file.
     #[command(after_help = "Example:\n  twinfer init > deploy.yaml")]
     Init,
@@ -155,6 +164,22 @@ pub(crate) struct FakeArgs {
     pub(crate) config: FakeConfig,
 }
 
+/// Arguments of `machine`.
+#[derive(Debug, Args)]
+pub(crate) struct MachineArgs {
+    /// Numbers of threads to measure with; 1, 2, 4 and so on up to all cores if absent.
+    #[arg(long, value_delimiter = ',', value_parser = threads)]
+    pub(crate) threads: Vec<usize>,
+
+    /// Seconds for each measurement.
+    #[arg(long, default_value_t = 0.5, value_parser = seconds)]
+    pub(crate) seconds: f64,
+
+    /// Print JSON.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
 /// Arguments of `reference`.
 #[derive(Debug, Args)]
 pub(crate) struct ReferenceArgs {
@@ -178,5 +203,12 @@ fn seconds(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(value) if value > 0.0 && value <= 86_400.0 => Ok(value),
         _ => Err("allowed: a number of seconds above 0 and up to 86400".to_owned()),
+    }
+}
+
+fn threads(text: &str) -> Result<usize, String> {
+    match text.parse::<usize>() {
+        Ok(value) if (1..=4096).contains(&value) => Ok(value),
+        _ => Err("allowed: 1 to 4096".to_owned()),
     }
 }

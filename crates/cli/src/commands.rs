@@ -3,6 +3,7 @@
 mod demo;
 mod fake;
 mod generate;
+mod machine;
 mod plan;
 mod reference;
 mod runtime;
@@ -19,6 +20,7 @@ pub(crate) fn run(cli: Cli) -> Outcome {
         Command::Up(args) => up::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Fake(args) => fake::run(args),
+        Command::Machine(args) => machine::run(&args),
         Command::Generate(args) => generate::run(&args.config),
         Command::Init => output::write(&twinfer_deploy::example()),
         Command::Reference(args) => reference::run(args.page),
