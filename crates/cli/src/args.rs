@@ -3,7 +3,7 @@
 use crate::exit;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
-use twinfer_config::{FakeConfig, GenerateConfig, LogFormat};
+use twinfer_config::{FakeConfig, GenerateConfig, LogFormat, RouterConfig, ServeConfig};
 
 /// Serves Mixture-of-Experts language models with prefill and decode together or apart.
 #[derive(Debug, Parser)]
@@ -22,6 +22,30 @@ pub(crate) struct Cli {
 /// A command.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
+    /// Serve a model: one instance of the native engine.
+    #[command(after_help = "\
+Examples:
+  twinfer serve models/demo
+  twinfer serve models/demo --role prefill --port 8100 --kv-port 8101
+  twinfer serve models/demo --role decode --port 8200 --pd-peers 127.0.0.1:8101
+  curl -s http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
+    -d '{\"model\": \"demo\", \"prompt\": \"Once upon a time\", \"max_tokens\": 20}'
+
+GET /ready answers 200 once everything is up. SIGTERM or Ctrl-C drains; a second one ends at once.
+Keys: TWINFER_API_KEY (clients) and TWINFER_PEER_KEY (other instances and routers), or files of mode 0600.")]
+    Serve(Box<ServeArgs>),
+
+    /// Route requests to instances: prefill and decode apart, or together.
+    #[command(after_help = "\
+Examples:
+  twinfer router --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200
+  twinfer router --prefill http://a:8100,http://b:8100 --decode http://c:8200 --policy round-robin
+  twinfer router --worker http://127.0.0.1:8001 http://127.0.0.1:8002
+
+GET /ready answers 200 once requests can be served. SIGTERM or Ctrl-C drains; a second one ends at once.
+Keys: TWINFER_API_KEY (clients) and TWINFER_PEER_KEY (instances), or files of mode 0600.")]
+    Router(Box<RouterArgs>),
+
     /// Show what `up` would start: names, cores, ports, command lines.
     #[command(after_help = "\
 Examples:
@@ -90,6 +114,22 @@ Stop other work first: these are the best rates, and a busy machine hides them."
     /// Print the reference pages made from the flags and config structs.
     #[command(hide = true)]
     Reference(ReferenceArgs),
+}
+
+/// Arguments of `serve`.
+#[derive(Debug, Args)]
+pub(crate) struct ServeArgs {
+    /// All of them.
+    #[command(flatten)]
+    pub(crate) config: ServeConfig,
+}
+
+/// Arguments of `router`.
+#[derive(Debug, Args)]
+pub(crate) struct RouterArgs {
+    /// All of them.
+    #[command(flatten)]
+    pub(crate) config: RouterConfig,
 }
 
 /// Arguments of `plan`.

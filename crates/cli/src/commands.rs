@@ -6,7 +6,9 @@ mod generate;
 mod machine;
 mod plan;
 mod reference;
+mod router;
 mod runtime;
+mod serve;
 mod up;
 
 use crate::args::{Cli, Command};
@@ -16,6 +18,8 @@ use crate::output;
 /// Runs what was typed.
 pub(crate) fn run(cli: Cli) -> Outcome {
     match cli.command {
+        Command::Serve(args) => serve::run(*args),
+        Command::Router(args) => router::run(*args),
         Command::Plan(args) => plan::run(&args),
         Command::Up(args) => up::run(&args),
         Command::Demo(args) => demo::run(&args),

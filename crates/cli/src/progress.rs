@@ -2,7 +2,8 @@
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// A bar; nothing is drawn where nobody looks.
+/// A bar; nothing is drawn where nobody looks. Clones are the same bar.
+#[derive(Clone)]
 pub(crate) struct Bar(ProgressBar);
 
 impl Bar {
@@ -40,13 +41,6 @@ impl Bar {
     }
 
     pub(crate) fn finish(&self) {
-        self.0.finish_and_clear();
-    }
-}
-
-impl Drop for Bar {
-    /// A failure's message must not stand beside a bar.
-    fn drop(&mut self) {
         self.0.finish_and_clear();
     }
 }

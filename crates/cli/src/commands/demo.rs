@@ -9,7 +9,7 @@ use super::{plan, runtime, up};
 use crate::args::DemoArgs;
 use crate::exit::{Code, Failure, Outcome};
 use crate::output;
-use ask::{Answer, Asker, DECODE_HEADER, PREFILL_HEADER};
+use ask::{Answer, Asker};
 use questions::{QUESTIONS, Question};
 use std::num::NonZeroU16;
 use std::path::Path;
@@ -20,7 +20,7 @@ use twinfer_deploy::{
     Deployment, LogStyle, OneOrList, Plan, UpOptions, local_facts, random_key,
     reachable_router_url, resolve,
 };
-use twinfer_protocol::{API_KEY_ENV, Role};
+use twinfer_protocol::{API_KEY_ENV, DECODE_HEADER, PREFILL_HEADER, Role};
 
 /// The bundled file.
 const FILE: &str = include_str!("../../demo/1p1d.yaml");

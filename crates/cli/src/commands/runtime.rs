@@ -1,6 +1,7 @@
 //! Runtimes and signals.
 
 use crate::exit::{Code, Failure};
+use std::time::Duration;
 use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
@@ -54,4 +55,19 @@ impl StopSignals {
             stop.send_modify(|count| *count += 1);
         }
     }
+}
+
+/// Threads for HTTP; computing has threads of its own.
+const HTTP_THREADS: usize = 2;
+/// For what still runs when all is done: a model that is being read cannot be interrupted.
+const LAST: Duration = Duration::from_millis(500);
+
+/// For processes that serve many connections.
+pub(crate) fn several() -> Result<Runtime, Failure> {
+    Builder::new_multi_thread().worker_threads(HTTP_THREADS).enable_all().build().map_err(failed)
+}
+
+/// Ends a runtime without waiting for what cannot be ended.
+pub(crate) fn end(runtime: Runtime) {
+    runtime.shutdown_timeout(LAST);
 }

@@ -10,12 +10,7 @@ use std::time::{Duration, Instant};
 use twinfer_deploy::{Plan, reachable_router_url};
 use twinfer_http::sse::SseParser;
 use twinfer_http::{ClientOptions, Endpoint, PeerClient, Secret, next_chunk};
-use twinfer_protocol::{API_KEY_ENV, ErrorBody, Role};
-
-/// Header in which the router names the prefill instance that served a request.
-pub(super) const PREFILL_HEADER: &str = "x-twinfer-prefill";
-/// The same for the decode instance.
-pub(super) const DECODE_HEADER: &str = "x-twinfer-decode";
+use twinfer_protocol::{API_KEY_ENV, DECODE_HEADER, ErrorBody, PREFILL_HEADER, Role};
 
 /// For an answer to begin, and between two of its pieces.
 const LIMIT: Duration = Duration::from_secs(60);

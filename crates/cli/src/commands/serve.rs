@@ -1,0 +1,43 @@
+use super::runtime;
+use crate::args::ServeArgs;
+use crate::exit::{Code, Failure, Outcome};
+use crate::{logging, output, progress};
+use std::net::SocketAddr;
+use twinfer_http::Drain;
+use twinfer_worker::{ExitClass, Hooks, LoadProgress, ServeError, pin_process};
+
+pub(crate) fn run(args: ServeArgs) -> Outcome {
+    let config = args.config;
+    logging::start(config.log_format);
+    // Before any thread is made: they inherit it.
+    pin_process(&config).map_err(|error| failure(&error))?;
+    let bar = progress::Bar::bytes("loading");
+    let (told, ended) = (bar.clone(), bar.clone());
+    let picked = config.port == 0;
+    let hooks = Hooks {
+        on_listening: Box::new(move |addr: SocketAddr| {
+            if picked {
+                // Without a reader it serves all the same.
+                let _ = output::write(&format_args!("http://{addr}\n"));
+            }
+        }),
+        on_progress: Box::new(move |progress: LoadProgress| told.set(progress.done, progress.total)),
+        on_ready: Box::new(move |_| bar.finish()),
+        signals: true,
+    };
+    let runtime = runtime::several()?;
+    let served = runtime.block_on(twinfer_worker::serve(config, Drain::new(), hooks));
+    // A failure's message must not stand beside a bar.
+    ended.finish();
+    runtime::end(runtime);
+    served.map_err(|error| failure(&error))
+}
+
+fn failure(error: &ServeError) -> Failure {
+    let code = match error.exit_class() {
+        ExitClass::Config => Code::Config,
+        ExitClass::Unavailable => Code::Unavailable,
+        ExitClass::Internal => Code::Failed,
+    };
+    Failure::new(code, error)
+}
