@@ -44,14 +44,22 @@ struct Rate {
 
 impl From<Peak> for Rate {
     fn from(peak: Peak) -> Self {
-        Self { giga_per_second: peak.giga_per_second, instruction: peak.instruction }
+        Self {
+            giga_per_second: peak.giga_per_second,
+            instruction: peak.instruction,
+        }
     }
 }
 
 pub(crate) fn run(args: &MachineArgs) -> Outcome {
-    let cores = twinfer_sys::available_cpus().map_err(|error| Failure::failed(format!("permitted cores: {error}")))?;
+    let cores = twinfer_sys::available_cpus()
+        .map_err(|error| Failure::failed(format!("permitted cores: {error}")))?;
     let isa = Isa::detect(None).map_err(|error| Failure::new(Code::Internal, error))?;
-    let threads = if args.threads.is_empty() { steps(cores.len()) } else { args.threads.clone() };
+    let threads = if args.threads.is_empty() {
+        steps(cores.len())
+    } else {
+        args.threads.clone()
+    };
     let budget = Duration::from_secs_f64(args.seconds);
     let bar = progress::Bar::count("measuring", threads.len() as u64 * 4);
     let measure = |peak: Peak| {
@@ -72,32 +80,52 @@ pub(crate) fn run(args: &MachineArgs) -> Outcome {
     let report = Report {
         cores,
         cpu_quota: twinfer_sys::cgroup_cpu_quota(),
-        available_memory: twinfer_sys::memory_info().ok().map(|memory| memory.available()),
+        available_memory: twinfer_sys::memory_info()
+            .ok()
+            .map(|memory| memory.available()),
         isa: isa.name(),
         rows,
     };
-    if args.json { output::json(&report) } else { output::write(&report) }
+    if args.json {
+        output::json(&report)
+    } else {
+        output::write(&report)
+    }
 }
 
 /// 1, 2, 4, ... and all.
 fn steps(cores: usize) -> Vec<usize> {
-    let mut steps: Vec<usize> = std::iter::successors(Some(1), |step| Some(step * 2)).take_while(|step| *step < cores).collect();
+    let mut steps: Vec<usize> = std::iter::successors(Some(1), |step| Some(step * 2))
+        .take_while(|step| *step < cores)
+        .collect();
     steps.push(cores.max(1));
     steps
 }
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let cores: Vec<u32> = self.cores.iter().filter_map(|core| u32::try_from(*core).ok()).collect();
+        let cores: Vec<u32> = self
+            .cores
+            .iter()
+            .filter_map(|core| u32::try_from(*core).ok())
+            .collect();
         writeln!(f, "cores    {} ({})", CoreSet::text(&cores), cores.len())?;
         if let Some(quota) = self.cpu_quota {
             writeln!(f, "quota    {quota} cores' worth of time")?;
         }
         if let Some(memory) = self.available_memory {
-            writeln!(f, "memory   {} available", twinfer_config::model::format_bytes(memory))?;
+            writeln!(
+                f,
+                "memory   {} available",
+                twinfer_config::model::format_bytes(memory)
+            )?;
         }
         writeln!(f, "kernels  {}\n", self.isa)?;
-        writeln!(f, "{:>7}  {:>12}  {:>12}  {:>12}  {:>12}", "threads", "read GB/s", "int8 GOP/s", "bf16 GFLOP/s", "f32 GFLOP/s")?;
+        writeln!(
+            f,
+            "{:>7}  {:>12}  {:>12}  {:>12}  {:>12}",
+            "threads", "read GB/s", "int8 GOP/s", "bf16 GFLOP/s", "f32 GFLOP/s"
+        )?;
         for row in &self.rows {
             writeln!(
                 f,
@@ -113,7 +141,10 @@ impl fmt::Display for Report {
             writeln!(
                 f,
                 "\nloops: read {}, int8 {}, bf16 {}, f32 {}",
-                row.read.instruction, row.int8.instruction, row.bf16.instruction, row.f32.instruction
+                row.read.instruction,
+                row.int8.instruction,
+                row.bf16.instruction,
+                row.f32.instruction
             )?;
         }
         Ok(())

@@ -64,7 +64,11 @@ const LAST: Duration = Duration::from_millis(500);
 
 /// For processes that serve many connections.
 pub(crate) fn several() -> Result<Runtime, Failure> {
-    Builder::new_multi_thread().worker_threads(HTTP_THREADS).enable_all().build().map_err(failed)
+    Builder::new_multi_thread()
+        .worker_threads(HTTP_THREADS)
+        .enable_all()
+        .build()
+        .map_err(failed)
 }
 
 /// Ends a runtime without waiting for what cannot be ended.

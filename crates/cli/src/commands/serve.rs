@@ -21,7 +21,9 @@ pub(crate) fn run(args: ServeArgs) -> Outcome {
                 let _ = output::write(&format_args!("http://{addr}\n"));
             }
         }),
-        on_progress: Box::new(move |progress: LoadProgress| told.set(progress.done, progress.total)),
+        on_progress: Box::new(move |progress: LoadProgress| {
+            told.set(progress.done, progress.total)
+        }),
         on_ready: Box::new(move |_| bar.finish()),
         signals: true,
     };
