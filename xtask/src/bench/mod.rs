@@ -1,6 +1,7 @@
 //! Benchmarks: rows of bench/targets.toml, measured beside their floor in the same run.
 
 mod engine;
+mod handoff;
 mod router;
 
 use crate::run::root;
@@ -87,6 +88,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     };
     let rounds = match args.group.as_str() {
         "engine" => engine::measure(ROUNDS)?,
+        "handoff" => handoff::measure(ROUNDS)?,
         "router" => router::measure(ROUNDS)?,
         other => bail!("group {other} has targets and no measurement"),
     };
