@@ -6,6 +6,8 @@ mod common;
 #[cfg(test)]
 mod limits;
 #[cfg(test)]
+mod model;
+#[cfg(test)]
 mod output;
 #[cfg(test)]
 mod random;
