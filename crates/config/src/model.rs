@@ -23,6 +23,8 @@ use std::fmt::Write as _;
 /// Architectures that the engine serves, by their name in `architectures`.
 pub const SERVED_ARCHITECTURES: &[&str] = &["DeepseekV3ForCausalLM"];
 
+/// Most layers.
+pub const MAX_LAYERS: usize = 256;
 /// Most routed experts of a layer.
 pub const MAX_EXPERTS: usize = 1024;
 /// Most groups that they are cut into.
@@ -210,7 +212,7 @@ impl ModelConfig {
             architecture,
             vocab_size: f.size("vocab_size", 1 << 24)?,
             hidden_size: f.size("hidden_size", 1 << 17)?,
-            layers: f.size("num_hidden_layers", 1024)?,
+            layers: f.size("num_hidden_layers", MAX_LAYERS)?,
             mtp_layers: f.count_or("num_nextn_predict_layers", 0, 16)?,
             intermediate_size: f.size("intermediate_size", 1 << 20)?,
             mla: parse_mla(&f)?,
@@ -358,7 +360,7 @@ fn parse_moe(f: &Fields<'_>) -> Result<MoeConfig, ModelConfigError> {
         top_groups: f.size("topk_group", MAX_GROUPS)?,
         shared: f.count_or("n_shared_experts", 0, 256)?,
         intermediate: f.size("moe_intermediate_size", 1 << 18)?,
-        dense_layers: f.count_or("first_k_dense_replace", 0, 1024)?,
+        dense_layers: f.count_or("first_k_dense_replace", 0, MAX_LAYERS)?,
         normalize: f.flag_or("norm_topk_prob", true)?,
         scale: f.positive("routed_scaling_factor")? as f32,
     };

@@ -4,7 +4,7 @@ use crate::KvGeometry;
 use crate::executor::CpuExecutor;
 use crate::model::deepseek_v3::DeepseekV3;
 use crate::model::{Builder, MODEL_REVISION};
-use crate::weights::{Checkpoint, WeightsError, inside};
+use crate::weights::{Checkpoint, WeightsError, inside, read_text};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use twinfer_config::model::{KvBudget, KvShape, MemoryError, ModelConfigError, TensorSpecs};
@@ -111,14 +111,6 @@ pub struct LoadedModel {
 /// Why a model was not loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
-    /// config.json cannot be read.
-    #[error("cannot read {}: {source}", path.display())]
-    ConfigFile {
-        /// File.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
     /// config.json was refused.
     #[error("{}: {source}", path.display())]
     Config {
@@ -350,10 +342,7 @@ fn read_config(dir: &Path) -> Result<ModelConfig, ModelError> {
         .into());
     }
     let path = inside(dir, "config.json")?;
-    let text = std::fs::read_to_string(&path).map_err(|source| ModelError::ConfigFile {
-        path: path.clone(),
-        source,
-    })?;
+    let text = read_text(&path)?;
     ModelConfig::parse(&text).map_err(|source| ModelError::Config { path, source })
 }
 

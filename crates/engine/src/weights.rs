@@ -12,7 +12,7 @@
 mod files;
 mod shard;
 
-pub(crate) use files::inside;
+pub(crate) use files::{inside, read_text};
 pub use shard::WeightDtype;
 
 use files::WeightFiles;

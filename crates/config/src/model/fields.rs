@@ -111,7 +111,7 @@ impl<'a> Fields<'a> {
         }
         self.get(field)
             .and_then(Value::as_f64)
-            .filter(|x| *x > 0.0 && *x <= f64::from(f32::MAX))
+            .filter(|x| *x as f32 > 0.0 && *x <= f64::from(f32::MAX))
             .map(Some)
             .ok_or_else(|| self.bad_here(field, "a number above 0"))
     }

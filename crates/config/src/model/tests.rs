@@ -158,7 +158,13 @@ fn values_the_engine_would_compute_otherwise_are_refused_by_name() {
             json!({"num_hidden_layers": 18_446_744_073_709_551_615u64}),
             "num_hidden_layers",
             "18446744073709551615",
-            "1024",
+            "256",
+        ),
+        (
+            json!({"rms_norm_eps": 1e-60}),
+            "rms_norm_eps",
+            "1e-60",
+            "above 0",
         ),
         (json!({"rms_norm_eps": 0}), "rms_norm_eps", "0", "above 0"),
         (
@@ -512,4 +518,45 @@ fn the_tensor_list_is_that_of_the_checkpoint() {
     assert!(plain.tensors.iter().any(
         |spec| spec.name == "model.layers.0.self_attn.q_proj.weight" && spec.shape == [160, 64]
     ));
+}
+
+/// Whatever parses has sizes that can be computed with.
+#[test]
+fn no_config_makes_the_arithmetic_overflow_or_panic() {
+    let text = Value::Object(base()).to_string();
+    let mut state = 1u64;
+    let mut random = |below: usize| {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % below
+    };
+    let pieces = [
+        "0", "1", "2", "9", "99999999", "-", ".", "e9", "null", "true", "\"", "{", "}", "[", "]",
+        ",", ":", "NaN",
+    ];
+    let mut parsed = 0;
+    for _ in 0..20_000 {
+        let mut mutated = text.clone();
+        for _ in 0..=random(3) {
+            let at = random(mutated.len());
+            let end = (at + random(3)).min(mutated.len());
+            mutated.replace_range(at..end, pieces[random(pieces.len())]);
+        }
+        let Ok(config) = ModelConfig::parse(&mutated) else {
+            continue;
+        };
+        parsed += 1;
+        assert!(config.workspace_bytes(1 << 20, 1 << 16) > 0);
+        assert!(KvShape::of(&config, Dtype::F32, 4096).bytes_for(config.context) > 0);
+        assert!(
+            config
+                .rope
+                .frequencies(config.mla.qk_rope_head_dim)
+                .iter()
+                .all(|f| f.is_finite())
+        );
+        assert!(config.softmax_scale().is_finite() && config.rope.cos_sin_factor().is_finite());
+    }
+    assert!(parsed > 1000, "{parsed}");
 }

@@ -54,10 +54,7 @@ impl WeightFiles {
             path: index.clone(),
             reason,
         };
-        let text = fs::read_to_string(&index).map_err(|source| WeightsError::Io {
-            path: index.clone(),
-            source,
-        })?;
+        let text = read_text(&index)?;
         let root: Value = serde_json::from_str(&text)
             .map_err(|error| bad(format!("is not JSON ({} bytes): {error}", text.len())))?;
         let Some(entries) = root.get("weight_map").and_then(Value::as_object) else {
@@ -147,6 +144,33 @@ pub(crate) fn inside(dir: &Path, name: &str) -> Result<PathBuf, WeightsError> {
             real.display()
         ),
     })
+}
+
+/// Text of a file of the model directory.
+///
+/// # Errors
+/// It is no regular file, larger than 256 MiB, unreadable, or not UTF-8.
+pub(crate) fn read_text(path: &Path) -> Result<String, WeightsError> {
+    const MOST: u64 = 256 << 20;
+    let io = |source| WeightsError::Io {
+        path: path.to_owned(),
+        source,
+    };
+    let bad = |reason| WeightsError::File {
+        path: path.to_owned(),
+        reason,
+    };
+    let meta = fs::metadata(path).map_err(io)?;
+    if !meta.is_file() {
+        return Err(bad("is not a regular file".to_owned()));
+    }
+    if meta.len() > MOST {
+        return Err(bad(format!(
+            "has {} bytes; at most {MOST} are allowed",
+            meta.len()
+        )));
+    }
+    fs::read_to_string(path).map_err(io)
 }
 
 fn list(dir: &Path) -> Result<BTreeSet<String>, WeightsError> {

@@ -7,6 +7,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use twinfer_config::Dtype;
 use twinfer_engine::{CpuExecutor, Executor, LoadOptions, SeqWork, Tap};
+use twinfer_kernels::Isa;
 
 const PROMPTS: [&str; 3] = ["short", "mid", "long"];
 
@@ -349,5 +350,26 @@ fn golden_greedy_ids_do_not_depend_on_the_chunk() {
                 "{prompt}, chunk {chunk}"
             );
         }
+    }
+}
+
+/// The fingerprint does not name the instruction set, so that different machines may exchange KV.
+#[test]
+fn golden_activations_have_equal_bits_on_every_instruction_set() {
+    let ids = Golden::read().ids("mid", "input_ids");
+    let mut first: Option<Vec<(Tap, usize, Vec<u32>)>> = None;
+    for isa in Isa::available() {
+        let options = LoadOptions {
+            isa: Some(isa.name().to_owned()),
+            ..options(Dtype::Bf16, 1)
+        };
+        let mut executor = model(&testdata("golden/deepseek_v3"), &options).executor;
+        let places = tables(&executor, 1, ids.len());
+        let seen = bits(&prefill(&mut executor, &[&ids], &places, 32), 0);
+        assert!(
+            *first.get_or_insert_with(|| seen.clone()) == seen,
+            "{}",
+            isa.name()
+        );
     }
 }

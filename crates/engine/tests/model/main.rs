@@ -3,7 +3,11 @@
 #[cfg(test)]
 mod executor;
 #[cfg(test)]
+mod fixture;
+#[cfg(test)]
 mod golden;
+#[cfg(test)]
+mod loading;
 #[cfg(test)]
 mod support;
 #[cfg(test)]
