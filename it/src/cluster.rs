@@ -56,7 +56,7 @@ impl Default for ClusterOptions {
             serve_prefill: Vec::new(),
             serve_decode: Vec::new(),
             router: Vec::new(),
-            environment: vec![("TWINFER_PEER_KEY".to_owned(), "key of this test".to_owned())],
+            environment: vec![("TWINFER_PEER_KEY".to_owned(), "key-of-this-test".to_owned())],
             model: demo_model(),
         }
     }

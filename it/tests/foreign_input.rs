@@ -8,7 +8,7 @@ use twinfer_it::{
     Client, Cluster, ClusterOptions, Instance, Process, chat_body, completion_body, demo_model,
 };
 
-const KEY: &str = "Bearer key of this test";
+const KEY: &str = "Bearer key-of-this-test";
 
 async fn answers(client: &Client) {
     let answer = client
@@ -207,12 +207,12 @@ async fn a_pair_with_different_keys_ends_in_an_error_not_in_text() {
     let mut prefill = Instance::serve(
         &demo_model(),
         &["--role", "prefill"],
-        &[("TWINFER_PEER_KEY", "one key")],
+        &[("TWINFER_PEER_KEY", "one-key")],
     );
     let mut decode = Instance::serve(
         &demo_model(),
         &["--role", "decode"],
-        &[("TWINFER_PEER_KEY", "other key")],
+        &[("TWINFER_PEER_KEY", "other-key")],
     );
     prefill.ready().await;
     decode.ready().await;
@@ -220,7 +220,7 @@ async fn a_pair_with_different_keys_ends_in_an_error_not_in_text() {
     body["kv_transfer_params"] = json!({"do_remote_decode": true});
     let first = prefill
         .client()
-        .with_header("authorization", "Bearer one key")
+        .with_header("authorization", "Bearer one-key")
         .post("/v1/completions", &body)
         .await;
     let handle = first.expect("an answer").json()["kv_transfer_params"].clone();
@@ -229,7 +229,7 @@ async fn a_pair_with_different_keys_ends_in_an_error_not_in_text() {
     body["kv_transfer_params"] = handle;
     let second = decode
         .client()
-        .with_header("authorization", "Bearer other key")
+        .with_header("authorization", "Bearer other-key")
         .post("/v1/completions", &body)
         .await;
     let second = second.expect("an answer");

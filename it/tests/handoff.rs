@@ -199,7 +199,7 @@ async fn a_request_that_decode_refuses_frees_prefill_at_once() {
     let cluster = Cluster::start(&options).await;
     // Sent past the router, which would refuse at once: prefill first, then decode, as public proxies do.
     let prompt: Vec<u32> = (0..400).map(|i| 6 + (i * 37) % 1500).collect();
-    let key = |client: Client| client.with_header("authorization", "Bearer key of this test");
+    let key = |client: Client| client.with_header("authorization", "Bearer key-of-this-test");
     let (prefill, decode) = (
         key(cluster.prefill[0].client()),
         key(cluster.decode[0].client()),
@@ -240,7 +240,7 @@ async fn a_request_that_decode_refuses_frees_prefill_at_once() {
     complete(
         &cluster.prefill[0]
             .client()
-            .with_header("authorization", "Bearer key of this test"),
+            .with_header("authorization", "Bearer key-of-this-test"),
         &{
             let mut body = ids_body(&long, 1);
             body["kv_transfer_params"] = json!({"do_remote_decode": true});
@@ -255,7 +255,7 @@ async fn a_request_that_decode_refuses_frees_prefill_at_once() {
 async fn an_instance_that_dies_and_returns_is_used_again_and_its_old_handles_are_not() {
     let mut cluster = Cluster::start(&options()).await;
     let prompt: Vec<u32> = (0..200).map(|i| 6 + (i * 37) % 1500).collect();
-    let key = |client: Client| client.with_header("authorization", "Bearer key of this test");
+    let key = |client: Client| client.with_header("authorization", "Bearer key-of-this-test");
     let expected = token_ids(&complete(&cluster.client(), &ids_body(&prompt, 8)).await);
 
     let mut body = ids_body(&prompt, 1);
@@ -490,7 +490,7 @@ async fn kv_parameters_of_a_client_reach_nobody() {
         assert!([401, 403].contains(&direct.status), "{}", direct.text());
         let peer = cluster.decode[0]
             .client()
-            .with_header("authorization", "Bearer wrong key");
+            .with_header("authorization", "Bearer wrong-key");
         let direct = peer
             .post("/v1/chat/completions", &body)
             .await
