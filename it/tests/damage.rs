@@ -2,7 +2,7 @@
 
 use serde_json::json;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -17,11 +17,33 @@ const CUT: u8 = 3;
 /// Bytes from prefill to decode before the damage: behind handshake and headers, within the payload.
 const DAMAGE_AT: usize = 20_000;
 
+/// What happens to the next bytes towards decode, on whatever connection they come.
+struct Damage {
+    mode: AtomicU8,
+    /// Bytes until it happens.
+    left: AtomicUsize,
+}
+
+impl Damage {
+    fn arm(&self, mode: u8) {
+        self.left.store(DAMAGE_AT, Ordering::SeqCst);
+        self.mode.store(mode, Ordering::SeqCst);
+    }
+
+    /// Place of the damage within the next `n` bytes, and which it is.
+    fn next(&self, n: usize) -> Option<(usize, u8)> {
+        let left = self.left.load(Ordering::SeqCst);
+        self.left.store(left.saturating_sub(n), Ordering::SeqCst);
+        (left < n && self.mode.load(Ordering::SeqCst) != CLEAN)
+            .then(|| (left, self.mode.swap(CLEAN, Ordering::SeqCst)))
+    }
+}
+
 /// Passes bytes on between decode and a prefill's KV port, and damages those towards decode.
-async fn wire(listener: TcpListener, target: u16, mode: Arc<AtomicU8>) {
+async fn wire(listener: TcpListener, target: u16, damage: Arc<Damage>) {
     let mut connections = JoinSet::new();
     while let Ok((down, _)) = listener.accept().await {
-        let mode = Arc::clone(&mode);
+        let damage = Arc::clone(&damage);
         connections.spawn(async move {
             let Ok(up) = TcpStream::connect(("127.0.0.1", target)).await else {
                 return;
@@ -34,24 +56,20 @@ async fn wire(listener: TcpListener, target: u16, mode: Arc<AtomicU8>) {
             };
             let back = async {
                 let mut buffer = vec![0; 8192];
-                let mut seen = 0;
                 while let Ok(n) = from_prefill.read(&mut buffer).await {
                     if n == 0 {
                         break;
                     }
                     let mut piece = buffer[..n].to_vec();
-                    if (seen..seen + n).contains(&DAMAGE_AT) {
-                        match mode.load(Ordering::SeqCst) {
-                            FLIP => piece[DAMAGE_AT - seen] ^= 0x10,
-                            DROP_BYTE => drop(piece.remove(DAMAGE_AT - seen)),
-                            CUT => {
-                                let _ = to_decode.write_all(&piece[..DAMAGE_AT - seen]).await;
-                                break;
-                            }
-                            _ => {}
+                    match damage.next(n) {
+                        Some((at, FLIP)) => piece[at] ^= 0x10,
+                        Some((at, DROP_BYTE)) => drop(piece.remove(at)),
+                        Some((at, CUT)) => {
+                            let _ = to_decode.write_all(&piece[..at]).await;
+                            break;
                         }
+                        _ => {}
                     }
-                    seen += n;
                     if to_decode.write_all(&piece).await.is_err() {
                         break;
                     }
@@ -100,13 +118,16 @@ async fn damaged_kv_ends_in_an_error_or_in_the_same_text() {
         decode.ready().await;
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a listener");
         let port = listener.local_addr().expect("an address").port();
-        let mode = Arc::new(AtomicU8::new(CLEAN));
+        let wire_damage = Arc::new(Damage {
+            mode: AtomicU8::new(CLEAN),
+            left: AtomicUsize::new(0),
+        });
         let mut tasks = JoinSet::new();
-        tasks.spawn(wire(listener, prefill.kv_port, Arc::clone(&mode)));
+        tasks.spawn(wire(listener, prefill.kv_port, Arc::clone(&wire_damage)));
 
         let mut expected = None;
         for damage in [CLEAN, FLIP, DROP_BYTE, CUT, CLEAN] {
-            mode.store(damage, Ordering::SeqCst);
+            wire_damage.arm(damage);
             let mut params = handle(&prefill.client(), &prompt).await;
             params["remote_port"] = json!(port);
             let mut body = completion_body(prompt.clone(), 12);

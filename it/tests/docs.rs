@@ -73,6 +73,8 @@ fn commands(page: &Path) -> Vec<String> {
 struct Shell {
     folder: tempfile::TempDir,
     servers: Vec<std::process::Child>,
+    /// Free ports for those that the pages name, which somebody else may have.
+    ports: BTreeMap<u16, u16>,
 }
 
 impl Shell {
@@ -89,7 +91,34 @@ impl Shell {
         Self {
             folder,
             servers: Vec::new(),
+            ports: BTreeMap::new(),
         }
+    }
+
+    /// The text with a free port for every port in it.
+    fn with_free_ports(&mut self, text: &str) -> String {
+        let mut out = String::new();
+        let mut rest = text;
+        while let Some(at) = rest.find(|c: char| c.is_ascii_digit()) {
+            let end = rest[at..]
+                .find(|c: char| !c.is_ascii_digit())
+                .map_or(rest.len(), |n| at + n);
+            out.push_str(&rest[..at]);
+            let digits = &rest[at..end];
+            let port = digits
+                .parse()
+                .ok()
+                .filter(|port| (8000..10_000).contains(port));
+            match port {
+                Some(port) => {
+                    let free = self.ports.entry(port).or_insert_with(twinfer_it::free_port);
+                    out.push_str(&free.to_string());
+                }
+                None => out.push_str(digits),
+            }
+            rest = &rest[end..];
+        }
+        out + rest
     }
 
     fn bash(&self, command: &str) -> Command {
@@ -122,15 +151,12 @@ impl Shell {
     }
 
     async fn serve(&mut self, command: &str, port: u16, ready: &str) {
-        let log =
-            std::fs::File::create(self.folder.path().join(format!("{port}.log"))).expect("a log");
+        let path = self.folder.path().join(format!("{port}.log"));
+        let log = std::fs::File::create(&path).expect("a log");
         let both = log.try_clone().expect("a log");
-        let mut child = self
-            .bash(&format!("exec {command}"))
-            .stdout(log)
-            .stderr(both)
-            .spawn()
-            .expect("bash");
+        let mut bash = self.bash(&format!("exec {command}"));
+        let child = bash.stdout(log).stderr(both).spawn().expect("bash");
+        self.servers.push(child);
         let client = Client::new(format!("127.0.0.1:{port}"));
         let end = Instant::now() + Duration::from_secs(60);
         while !client
@@ -138,10 +164,8 @@ impl Shell {
             .await
             .is_ok_and(|answer| answer.status == 200)
         {
-            let log = || {
-                std::fs::read_to_string(self.folder.path().join(format!("{port}.log")))
-                    .unwrap_or_default()
-            };
+            let log = || std::fs::read_to_string(&path).unwrap_or_default();
+            let child = self.servers.last_mut().expect("a server");
             assert!(
                 child.try_wait().expect("wait").is_none(),
                 "{command} ended:\n{}",
@@ -150,7 +174,6 @@ impl Shell {
             assert!(Instant::now() < end, "{command} is not ready:\n{}", log());
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
-        self.servers.push(child);
     }
 
     /// Ends the servers, last first.
@@ -214,21 +237,27 @@ async fn every_command_of_the_pages_works() {
                 continue;
             }
             ran += 1;
+            let serves =
+                command.starts_with("twinfer serve") || command.starts_with("twinfer router");
+            let named = if serves && !command.contains("--port") {
+                format!("{command} --port 8000")
+            } else {
+                command
+            };
+            let command = shell.with_free_ports(&named);
             let words: Vec<&str> = command.split_whitespace().collect();
             match words[..] {
                 ["twinfer", "serve" | "router", ..] => {
-                    // A page may show a second way to serve on the same port.
-                    if shell.servers.len() == 1
-                        && port_of(&command) != 8000
-                        && page.ends_with("README.md")
-                    {
-                        shell.stop().await;
-                    }
                     shell.serve(&command, port_of(&command), "/ready").await;
                 }
                 ["twinfer", "up", ..] => {
                     shell.stop().await;
-                    shell.serve(&command, 8000, "/ready").await;
+                    let file = shell.folder.path().join("deploy.yaml");
+                    let text = std::fs::read_to_string(&file).expect("the page made it");
+                    let text = shell.with_free_ports(&text);
+                    std::fs::write(&file, text).expect("written");
+                    let port = shell.ports[&8000];
+                    shell.serve(&command, port, "/ready").await;
                     shell.stop().await;
                 }
                 ["twinfer", "fake", ..] => {

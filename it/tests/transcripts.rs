@@ -89,7 +89,12 @@ async fn replay(environment: &[(&str, &str)], bearer: &str) {
     same_shape("choice", &ours["choices"][0], &theirs["choices"][0], &[]);
     same_shape("usage", &ours["usage"], &theirs["usage"], &[]);
     // Ours are a superset: what our decode needs beyond it.
-    let further = ["remote_block_size", "remote_num_tokens", "prompt_token_ids", "remote_kv_seal"];
+    let further = [
+        "remote_block_size",
+        "remote_num_tokens",
+        "prompt_token_ids",
+        "remote_kv_seal",
+    ];
     same_shape(
         "kv_transfer_params",
         &ours["kv_transfer_params"],
