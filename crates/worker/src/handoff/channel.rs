@@ -67,8 +67,9 @@ impl Pace {
         }
     }
 
-    fn next(&self) -> Instant {
-        self.end.min(Instant::now() + self.stall)
+    /// When the next byte must have moved.
+    fn next(&self, now: Instant) -> Instant {
+        self.end.min(now + self.stall)
     }
 }
 
@@ -197,7 +198,13 @@ impl Channel {
                     self.turn = give_way(self.turn + sent).await;
                 }
                 Err(error) => {
-                    or_wait(error, self.stream.writable(), pace.next(), "sending KV").await?;
+                    or_wait(
+                        error,
+                        self.stream.writable(),
+                        pace.next(Instant::now()),
+                        "sending KV",
+                    )
+                    .await?;
                 }
             }
         }
@@ -219,7 +226,13 @@ impl Channel {
                     self.turn = give_way(self.turn + received).await;
                 }
                 Err(error) => {
-                    or_wait(error, self.stream.readable(), pace.next(), "reading KV").await?;
+                    or_wait(
+                        error,
+                        self.stream.readable(),
+                        pace.next(Instant::now()),
+                        "reading KV",
+                    )
+                    .await?;
                 }
             }
         }
@@ -323,3 +336,7 @@ async fn give_way(moved: usize) -> usize {
     tokio::task::yield_now().await;
     0
 }
+
+#[cfg(test)]
+#[path = "channel_tests.rs"]
+mod tests;

@@ -37,3 +37,6 @@ pub use seal::Seal;
 pub use server::ExporterServer;
 pub use stats::{ExporterStats, FailureCounts, ImporterStats, RejectionCounts};
 pub use wire::ReleaseOutcome;
+
+#[cfg(test)]
+mod hostile_tests;

@@ -144,6 +144,59 @@ async fn a_connection_cut_anywhere_is_seen() {
     );
 }
 
+/// What the importer says is damaged: it fails, or has the right KV; and the prefill side is not left
+/// with anything.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_flipped_byte_of_a_question_harms_nobody() {
+    let lease = Duration::from_secs(1);
+    let options = Options {
+        lease,
+        blocks: 1200,
+        ..Options::default()
+    };
+    let (prefill, decode) = (
+        Arc::new(Prefill::start(&options).await),
+        Arc::new(Decode::start(&options)),
+    );
+    let prompt = prompt(1, TOKENS);
+    prefill.memory.fill(&[0, 1, 2], TOKENS, seed(&prompt));
+    // Hello, proof, Open, Pull, Done: by the byte, some beyond the end.
+    let mut running: JoinSet<bool> = JoinSet::new();
+    let mut failed = 0;
+    for at in 0..300 {
+        if running.len() == AT_ONCE {
+            failed += u32::from(!running.join_next().await.unwrap().unwrap());
+        }
+        let (prefill, decode, prompt) = (Arc::clone(&prefill), Arc::clone(&decode), prompt.clone());
+        running.spawn(async move {
+            let params = prefill.hold_filled(&prompt, &[0, 1, 2]).await;
+            let proxy = Proxy::start(prefill.addr(), Vec::new(), vec![Fault::Flip(at, 0x20)]).await;
+            let targets: Vec<u32> = (0..3).map(|n| at as u32 * 3 + n).collect();
+            let params = redirect(&params, proxy.addr);
+            match decode
+                .importer
+                .fetch(&params, &prompt, &targets, TOKENS as u32)
+                .await
+            {
+                Ok(_) => {
+                    assert!(decode.memory.holds(&targets, TOKENS, seed(&prompt)));
+                    true
+                }
+                Err(error) => {
+                    assert!(is_typed(&error), "{at}: {error}");
+                    false
+                }
+            }
+        });
+    }
+    while let Some(ended) = running.join_next().await {
+        failed += u32::from(!ended.unwrap());
+    }
+    assert!(failed > 150, "questions have more bytes than {failed}");
+    prefill.freed(300).await;
+    prefill.is_idle().await;
+}
+
 /// Two requests at once, whose answers lose their way.
 async fn swapped(bytes: usize) -> Vec<ApiError> {
     let options = Options::default();
