@@ -42,8 +42,10 @@ fn requests() -> Vec<Request> {
         .collect()
 }
 
-/// Tokens with the bits of all their log-probabilities.
-fn bits(results: &[Generated]) -> Vec<Vec<(TokenId, Vec<(TokenId, u32)>)>> {
+/// A token with the bits of all its log-probabilities.
+type TokenBits = (TokenId, Vec<(TokenId, u32)>);
+
+fn bits(results: &[Generated]) -> Vec<Vec<TokenBits>> {
     let token = |token: &twinfer_engine::OutputToken| {
         let (own, top) = token.logprobs.clone().unwrap();
         let all = [own].into_iter().chain(top);
