@@ -62,13 +62,12 @@ impl OutputState {
     /// tokens.
     pub fn push(&mut self, token: TokenId) -> OutputStep {
         self.tokens += 1;
-        if self.tokens > self.min_tokens {
-            if self.eos.contains(&token) {
-                return self.end(String::new(), FinishReason::Eos);
-            }
-            if self.stop_token_ids.contains(&token) {
-                return self.end(String::new(), FinishReason::StopToken(token));
-            }
+        // The sampler draws neither before `min_tokens`.
+        if self.eos.contains(&token) {
+            return self.end(String::new(), FinishReason::Eos);
+        }
+        if self.stop_token_ids.contains(&token) {
+            return self.end(String::new(), FinishReason::StopToken(token));
         }
         let piece = match self.detokenizer.push(token) {
             Ok(piece) => piece,

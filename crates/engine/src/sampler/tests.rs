@@ -197,6 +197,12 @@ fn top_k_keeps_ties_and_top_p_the_smallest_set() {
     };
     let p = probabilities(&mut sampler, &[1.0; 8], &greedy_context(&params, &counts));
     assert_eq!(p, [0.25, 0.25, 0.25, 0.25, 0.0, 0.0, 0.0, 0.0]);
+    let p = probabilities(
+        &mut sampler,
+        &[-0.0, 0.0],
+        &greedy_context(&params, &counts),
+    );
+    assert_eq!(p, [1.0, 0.0], "zeros of either sign are ties");
 }
 
 /// Only the draw decides between these tokens: their frequencies must follow the probabilities.

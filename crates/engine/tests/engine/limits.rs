@@ -227,20 +227,18 @@ fn a_step_computes_no_more_tokens_than_the_budget_and_streams_go_on_during_a_lon
     );
 }
 
-/// Both need three blocks in the end; there are five.
 #[test]
 fn a_newcomer_is_admitted_only_if_it_need_not_go_again_at_once() {
     let mut bench = bench(roomy(), 5);
     bench
         .engine
-        .submit(request(0, prompt(0, 8), sampled(0, 4)))
+        .submit(request(0, prompt(0, 5), sampled(0, 8)))
         .unwrap();
     bench.step();
-    // The first fills its two blocks and takes a third in the next step; the newcomer would take all
-    // that are left.
+    // It would take the three blocks that are left; the first needs one of them three steps later.
     bench
         .engine
-        .submit(request(1, prompt(1, 9), sampled(1, 3)))
+        .submit(request(1, prompt(1, 9), sampled(1, 6)))
         .unwrap();
     bench.run();
     assert_eq!(bench.engine.stats().preemptions, 0);
