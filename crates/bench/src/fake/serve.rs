@@ -153,6 +153,10 @@ async fn connection(state: &State, stream: TcpStream, id: u64) {
     while let Ok(Some(request)) = reader.next(&mut read, &mut write).await {
         let close = request.wants_close();
         let (nth, plan) = route(state, request, id);
+        let holds = plan.steps.iter().find_map(|step| match step {
+            Step::Hold(id) => Some(id.clone()),
+            _ => None,
+        });
         let busy = (nth > 0).then(|| Count::new(&state.log, &state.in_flight));
         let played = tokio::select! {
             biased;
@@ -178,6 +182,10 @@ async fn connection(state: &State, stream: TcpStream, id: u64) {
                 }
             }
             Some(Err(_)) | None => {
+                // Nobody has got this handle: a request that is aborted frees its KV.
+                if let Some(id) = holds {
+                    state.held.lock().remove(&id);
+                }
                 if nth > 0 {
                     state.abandoned.fetch_add(1, Ordering::AcqRel);
                 }
