@@ -30,13 +30,17 @@ pub(crate) enum Side {
 #[derive(Clone, Debug)]
 pub(crate) enum Refusal {
     /// The instance's own error answer.
-    Passed {
-        status: StatusCode,
-        headers: HeaderMap,
-        body: Bytes,
-    },
+    Passed(Box<Passed>),
     /// Ours.
     Own(ApiError),
+}
+
+/// An error answer that is passed on.
+#[derive(Clone, Debug)]
+pub(crate) struct Passed {
+    status: StatusCode,
+    headers: HeaderMap,
+    body: Bytes,
 }
 
 /// A leg that failed: what the flow makes of it, and what the client would get.
@@ -84,11 +88,19 @@ impl Side {
 }
 
 impl Refusal {
+    fn passed(status: StatusCode, headers: HeaderMap, body: Bytes) -> Self {
+        Self::Passed(Box::new(Passed {
+            status,
+            headers,
+            body,
+        }))
+    }
+
     /// Its class, where it is one of ours.
     pub(crate) fn kind(&self) -> Option<ErrorKind> {
         match self {
             Self::Own(error) => Some(error.kind),
-            Self::Passed { body, .. } => read_error(body).and_then(|e| e.kind()),
+            Self::Passed(passed) => read_error(&passed.body).and_then(|e| e.kind()),
         }
     }
 
@@ -96,9 +108,11 @@ impl Refusal {
     pub(crate) fn summary(&self) -> String {
         match self {
             Self::Own(error) => error.to_string(),
-            Self::Passed { status, body, .. } => {
-                let message = read_error(body).map(|e| e.message()).unwrap_or_default();
-                format!("{}: {message}", status.as_u16())
+            Self::Passed(passed) => {
+                let message = read_error(&passed.body)
+                    .map(|e| e.message())
+                    .unwrap_or_default();
+                format!("{}: {message}", passed.status.as_u16())
             }
         }
     }
@@ -106,14 +120,10 @@ impl Refusal {
     pub(crate) fn into_response(self) -> Response<RouterBody> {
         match self {
             Self::Own(error) => error_response::<Full<Bytes>>(&error).map(Either::Left),
-            Self::Passed {
-                status,
-                headers,
-                body,
-            } => {
-                let mut response = Response::new(Either::Left(Full::new(body)));
-                *response.status_mut() = status;
-                *response.headers_mut() = headers;
+            Self::Passed(passed) => {
+                let mut response = Response::new(Either::Left(Full::new(passed.body)));
+                *response.status_mut() = passed.status;
+                *response.headers_mut() = passed.headers;
                 response
             }
         }
@@ -192,11 +202,7 @@ impl LegError {
             }
             return Self {
                 failure,
-                refusal: Refusal::Passed {
-                    status,
-                    headers,
-                    body,
-                },
+                refusal: Refusal::passed(status, headers, body),
             };
         }
         let text: String = String::from_utf8_lossy(&body).chars().take(SHOWN).collect();
@@ -219,11 +225,7 @@ impl LegError {
             headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
             return Self {
                 failure,
-                refusal: Refusal::Passed {
-                    status,
-                    headers,
-                    body: body.into(),
-                },
+                refusal: Refusal::passed(status, headers, body.into()),
             };
         }
         Self {

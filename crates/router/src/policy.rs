@@ -7,6 +7,9 @@ use crate::registry::{InstanceId, Pools};
 use std::collections::HashMap;
 use twinfer_config::Policy;
 
+/// A prefill and a decode instance.
+pub(crate) type Pair = (InstanceId, InstanceId);
+
 /// What a request must not get again.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tried {
@@ -15,7 +18,7 @@ pub(crate) struct Tried {
     /// Decode (or whole) instances that failed.
     pub(crate) decode: Vec<InstanceId>,
     /// Pairs between which the handoff failed.
-    pub(crate) pairs: Vec<(InstanceId, InstanceId)>,
+    pub(crate) pairs: Vec<Pair>,
 }
 
 /// Of more instances with equal load, this many take part in the choice of a pair.
@@ -28,7 +31,7 @@ pub(crate) struct Picker {
     turn: u64,
     load: Vec<u32>,
     last: Vec<u64>,
-    last_pair: HashMap<(InstanceId, InstanceId), u64>,
+    last_pair: HashMap<Pair, u64>,
 }
 
 impl Tried {
@@ -50,12 +53,8 @@ impl Picker {
 
     /// Picks a pair and counts both in: least load together; ties go to the pair, then to the
     /// instances, picked longest ago.
-    pub(crate) fn pair(
-        &mut self,
-        pools: &Pools,
-        tried: &Tried,
-    ) -> Option<(InstanceId, InstanceId)> {
-        let mut best: Option<((u64, u64, u64), (InstanceId, InstanceId))> = None;
+    pub(crate) fn pair(&mut self, pools: &Pools, tried: &Tried) -> Option<Pair> {
+        let mut best: Option<((u64, u64, u64), Pair)> = None;
         for group in &pools.groups {
             let (prefill, decode) = if tried.is_empty() {
                 (self.least(&group.prefill), self.least(&group.decode))

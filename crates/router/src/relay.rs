@@ -1,13 +1,13 @@
 //! Decode's answer on its way to the client: the bytes as they came, whole events of a stream.
 //!
-//! The client's connection polls this body, and it polls the instance's: no task, no channel, no copy
-//! between them. When the client leaves, hyper drops the body and with it the instance's connection.
+//! The client's connection polls this body, and it polls the instance's: no task, no channel between
+//! them. When the client leaves, hyper drops the body and with it the instance's connection.
 
 use crate::answer::{Side, is_error_event};
 use crate::flow::Exchange;
-use bytes::Bytes;
+use crate::upstream::UpstreamBody;
+use bytes::{Bytes, BytesMut};
 use http_body::{Body, Frame, SizeHint};
-use hyper::body::Incoming;
 use std::future::Future;
 use std::io;
 use std::pin::Pin;
@@ -32,18 +32,29 @@ pub(crate) enum Start {
     Opaque(Bytes),
 }
 
+/// Pieces are gathered up to this, in bytes.
+const GATHER: usize = 64 << 10;
+
 /// A response body that passes on an instance's.
 pub(crate) struct Relay {
-    source: Option<Incoming>,
+    source: Option<UpstreamBody>,
     /// Cuts an event stream; none for bodies of other types.
     events: Option<SseParser>,
     /// Goes out before anything else.
     next: Option<Bytes>,
     state: State,
     idle: Duration,
-    last: Instant,
+    /// Since when the instance is waited for; none while it is ahead of the client.
+    waiting: Option<Instant>,
     alarm: Pin<Box<Sleep>>,
     exchange: Exchange,
+}
+
+/// Pieces that are there at the same time leave as one; a single one is not copied.
+#[derive(Default)]
+struct Gathered {
+    first: Option<Bytes>,
+    more: Option<BytesMut>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,7 +69,12 @@ enum State {
 }
 
 impl Relay {
-    pub(crate) fn new(start: Start, source: Incoming, idle: Duration, exchange: Exchange) -> Self {
+    pub(crate) fn new(
+        start: Start,
+        source: UpstreamBody,
+        idle: Duration,
+        exchange: Exchange,
+    ) -> Self {
         let (first, events, bytes) = match start {
             Start::Events(event, parser) => (Some(event), Some(parser), None),
             Start::Opaque(bytes) => (None, None, Some(bytes)),
@@ -69,7 +85,7 @@ impl Relay {
             next: bytes,
             state: State::Running,
             idle,
-            last: Instant::now(),
+            waiting: None,
             alarm: Box::pin(sleep(idle)),
             exchange,
         };
@@ -109,13 +125,11 @@ impl Relay {
     }
 
     fn look_at(&mut self, event: &SseEvent) {
-        if event.is_done() {
+        let Some(data) = event.data() else { return };
+        if *data == *b"[DONE]" {
             self.state = State::Done;
-            self.last = Instant::now();
-            self.alarm.as_mut().reset(self.last + LINGER);
-        } else if self.state == State::Running
-            && event.data().is_some_and(|data| is_error_event(&data))
-        {
+            self.alarm.as_mut().reset(Instant::now() + LINGER);
+        } else if self.state == State::Running && is_error_event(&data) {
             self.state = State::ErrorSeen;
             self.exchange.note_error(ErrorKind::DecodeFailed);
         }
@@ -176,15 +190,45 @@ impl Relay {
                 self.finish();
                 return Poll::Ready(());
             }
-            // Bytes do not touch the timer; it looks when they came last.
-            let until = self.last + self.idle;
-            if until > Instant::now() {
+            // Bytes do not touch the timer; it looks since when there are none.
+            let now = Instant::now();
+            let until = self.waiting.unwrap_or(now) + self.idle;
+            if until > now {
                 self.alarm.as_mut().reset(until);
                 continue;
             }
             self.break_off(&format!("nothing came for {} s", self.idle.as_secs_f64()));
             return Poll::Ready(());
         }
+    }
+}
+
+impl Gathered {
+    fn push(&mut self, bytes: Bytes) {
+        match (&mut self.more, &self.first) {
+            (Some(more), _) => more.extend_from_slice(&bytes),
+            (None, None) => self.first = Some(bytes),
+            (None, Some(first)) => {
+                let mut more = BytesMut::with_capacity(2 * (first.len() + bytes.len()));
+                more.extend_from_slice(first);
+                more.extend_from_slice(&bytes);
+                self.more = Some(more);
+            }
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        self.first.is_none()
+    }
+
+    fn is_full(&self) -> bool {
+        let first = self.first.as_ref().map_or(0, Bytes::len);
+        self.more.as_ref().map_or(first, BytesMut::len) >= GATHER
+    }
+
+    fn frame(self) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+        let bytes = self.more.map(BytesMut::freeze).or(self.first);
+        Poll::Ready(bytes.map(|bytes| Ok(Frame::data(bytes))))
     }
 }
 
@@ -197,9 +241,16 @@ impl Body for Relay {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
         let this = &mut *self;
+        let mut out = Gathered::default();
         loop {
-            if let Some(bytes) = this.ready_bytes() {
-                return Poll::Ready(Some(Ok(Frame::data(bytes))));
+            while let Some(bytes) = this.ready_bytes() {
+                out.push(bytes);
+            }
+            if out.is_full() {
+                return out.frame();
+            }
+            if this.state == State::Ended && !out.is_empty() {
+                return out.frame();
             }
             if this.state == State::Ended {
                 let cut = this.events.is_none() && this.exchange.is_broken();
@@ -213,13 +264,15 @@ impl Body for Relay {
             match Pin::new(source).poll_frame(cx) {
                 Poll::Ready(Some(Ok(frame))) => {
                     if let Ok(data) = frame.into_data() {
-                        this.last = Instant::now();
+                        this.waiting = None;
                         this.take(data);
                     }
                 }
                 Poll::Ready(Some(Err(error))) => this.break_off(&error.to_string()),
                 Poll::Ready(None) => this.source_ended(),
+                Poll::Pending if !out.is_empty() => return out.frame(),
                 Poll::Pending => {
+                    this.waiting.get_or_insert_with(Instant::now);
                     ready!(this.poll_alarm(cx));
                 }
             }

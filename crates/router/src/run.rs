@@ -130,7 +130,8 @@ async fn start(
     on_ready(addr);
     tokio::select! {
         () = twinfer_http::serve(listener, service, options, drain) => {}
-        () = probe_all(registry, upstream, times.health_interval) => {}
+        () = probe_all(registry, upstream.clone(), times.health_interval) => {}
+        () = upstream.sweep() => {}
     }
     tasks.close();
     let _ = tokio::time::timeout(LAST_RELEASES, tasks.wait()).await;

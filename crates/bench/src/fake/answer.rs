@@ -206,6 +206,7 @@ pub(super) fn infer(
         steps,
         end: End::KeepAlive,
     }
+    .joined()
 }
 
 /// vLLM's error shape.

@@ -93,6 +93,26 @@ impl Plan {
         }
     }
 
+    /// Writes with nothing between them leave as one.
+    pub(super) fn joined(self) -> Self {
+        let mut steps: Vec<Step> = Vec::with_capacity(self.steps.len());
+        let mut run: Vec<u8> = Vec::new();
+        for step in self.steps {
+            if let Step::Write(bytes) = step {
+                run.extend_from_slice(&bytes);
+                continue;
+            }
+            if !run.is_empty() {
+                steps.push(Step::Write(std::mem::take(&mut run).into()));
+            }
+            steps.push(step);
+        }
+        if !run.is_empty() {
+            steps.push(Step::Write(run.into()));
+        }
+        Self { steps, end: self.end }
+    }
+
     /// This answer, stopped after `limit` bytes, and then `end`.
     pub(super) fn stopped(mut self, limit: usize, end: End) -> Self {
         let mut left = limit;

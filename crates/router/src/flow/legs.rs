@@ -7,11 +7,14 @@ use crate::body::JsonObject;
 use crate::metrics::Leg;
 use crate::registry::{Instance, InstanceId, Signal};
 use crate::relay::{MAX_EVENT, Start};
-use crate::release::Handle;
+use crate::release::{Handle, Releaser};
+use crate::upstream::UpstreamBody;
 use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
 use http::{HeaderMap, Response, StatusCode};
-use hyper::body::Incoming;
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 use tokio::time::Instant;
 use twinfer_http::sse::SseParser;
@@ -35,16 +38,55 @@ pub(super) enum Answer {
     /// All of it.
     Whole(Bytes),
     /// What has come, and the rest.
-    Stream { start: Start, rest: Incoming },
+    Stream { start: Start, rest: UpstreamBody },
+}
+
+/// The prefill leg, with a last look when it is dropped.
+struct LastLook<'a, F: Future<Output = Result<Option<Handle>, LegError>>> {
+    leg: Pin<Box<F>>,
+    over: bool,
+    releaser: &'a Releaser,
+}
+
+impl<F: Future<Output = Result<Option<Handle>, LegError>>> Future for LastLook<'_, F> {
+    type Output = Result<Option<Handle>, LegError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let polled = self.leg.as_mut().poll(cx);
+        self.over = polled.is_ready();
+        polled
+    }
+}
+
+impl<F: Future<Output = Result<Option<Handle>, LegError>>> Drop for LastLook<'_, F> {
+    fn drop(&mut self) {
+        if self.over {
+            return;
+        }
+        let mut cx = Context::from_waker(Waker::noop());
+        if let Poll::Ready(Ok(Some(handle))) = self.leg.as_mut().poll(&mut cx) {
+            self.releaser.release(&handle);
+        }
+    }
 }
 
 impl Exchange {
-    /// Sends the request for one token and reads the handle.
+    /// Sends the request for one token and reads the handle. Dropped, it looks once more whether the
+    /// answer has come: a handle in it is released instead of left to its lease.
     pub(super) async fn prefill_leg(
         &self,
         ask: &Ask,
         to: InstanceId,
     ) -> Result<Option<Handle>, LegError> {
+        LastLook {
+            leg: Box::pin(self.prefill_answer(ask, to)),
+            over: false,
+            releaser: &self.shared.releaser,
+        }
+        .await
+    }
+
+    async fn prefill_answer(&self, ask: &Ask, to: InstanceId) -> Result<Option<Handle>, LegError> {
         let instance = self.instance(to)?;
         let start = Instant::now();
         let deadline = start + self.shared.times.prefill;
@@ -143,7 +185,7 @@ impl Exchange {
     async fn first_event(
         &self,
         instance: &Instance,
-        mut source: Incoming,
+        mut source: UpstreamBody,
         encoded: bool,
         deadline: Instant,
     ) -> Result<Answer, LegError> {
@@ -189,7 +231,7 @@ impl Exchange {
         ask: &Ask,
         body: Bytes,
         deadline: Instant,
-    ) -> Result<Response<Incoming>, LegError> {
+    ) -> Result<Response<UpstreamBody>, LegError> {
         let upstream = &self.shared.upstream;
         let headers = upstream.headers(&self.id.own, &ask.headers);
         let left = deadline.saturating_duration_since(Instant::now());
@@ -218,7 +260,7 @@ impl Exchange {
         &self,
         side: Side,
         instance: &Instance,
-        body: Incoming,
+        body: UpstreamBody,
         deadline: Instant,
     ) -> Result<Bytes, LegError> {
         let left = deadline.saturating_duration_since(Instant::now());

@@ -79,7 +79,7 @@ async fn probe(
     upstream: &Upstream,
     ask: bool,
 ) -> Result<Option<Facts>, Signal> {
-    let get = async |path: &str| {
+    let get = async |path: &'static str| {
         let answer = upstream
             .get(&instance.spec.endpoint, path, MAX_ANSWER, PROBE_LIMIT)
             .await;

@@ -610,3 +610,110 @@ async fn instances_of_different_fingerprints_are_never_paired() {
         .collect();
     assert_eq!(ids, ["one", "two"]);
 }
+
+/// C2.5 and C2.7 at the router: decode could not get the KV. Another pair computes the prompt again; where
+/// there is none the client learns the reason.
+#[tokio::test]
+async fn a_lost_handoff_is_tried_on_another_pair_and_its_reason_is_kept() {
+    for code in [
+        "kv_stale",
+        "kv_corrupt",
+        "kv_mismatch",
+        "kv_transfer_failed",
+    ] {
+        let body = format!(
+            "{{\"error\":{{\"message\":\"m\",\"type\":\"server_error\",\"param\":null,\"code\":\"{code}\"}}}}"
+        );
+        let lost = |first| FakeFault {
+            first,
+            last: first,
+            kind: FaultKind::Status {
+                code: 502,
+                retry_after: None,
+                body: Some(body.clone()),
+            },
+        };
+        let (p1, p2) = (
+            FakeWorker::prefill(Dialect::Twinfer).await.expect("start"),
+            FakeWorker::prefill(Dialect::Twinfer).await.expect("start"),
+        );
+        let decode = start(FakeConfig {
+            fault: vec![lost(1)],
+            ..fake(Role::Decode, Dialect::Twinfer)
+        })
+        .await;
+        let router = Router::ready(quick(&[&p1, &p2], &[&decode])).await;
+        wait(|| async { router.metric("twinfer_router_instance_up", &[]).await == 3.0 }).await;
+        let answer = router
+            .post("/v1/completions", &json!({"prompt": "p"}))
+            .await;
+        assert_eq!(answer.status, 200, "{code}: {}", answer.text());
+        assert_eq!(
+            (p1.served(), p2.served()),
+            (1, 1),
+            "the prompt was computed again elsewhere"
+        );
+        for prefill in [&p1, &p2] {
+            assert!(prefill.wait_until(LIMIT, |p| p.held().is_empty()).await);
+        }
+
+        let prefill = FakeWorker::prefill(Dialect::Twinfer).await.expect("start");
+        let decode = start(FakeConfig {
+            fault: vec![lost(1)],
+            ..fake(Role::Decode, Dialect::Twinfer)
+        })
+        .await;
+        let router = Router::ready(quick(&[&prefill], &[&decode])).await;
+        let answer = router
+            .post("/v1/completions", &json!({"prompt": "p", "stream": true}))
+            .await;
+        assert_eq!((answer.status, answer.text()), (502, body.clone()));
+        assert_eq!(
+            router.metric("twinfer_router_errors_total", &[code]).await,
+            1.0
+        );
+        assert!(
+            prefill
+                .wait_until(LIMIT, |p| p.held().is_empty() && p.releases() == 1)
+                .await
+        );
+    }
+}
+
+/// Instances that all have no room: the client gets their answer, not that of a broken one.
+#[tokio::test]
+async fn no_room_anywhere_says_when_to_come_back() {
+    let busy = |seconds| {
+        vec![FakeFault::always(FaultKind::Status {
+            code: 429,
+            retry_after: Some(seconds),
+            body: None,
+        })]
+    };
+    let broken = vec![FakeFault::always(FaultKind::Cut(0))];
+    let p1 = start(FakeConfig {
+        fault: busy(3),
+        ..fake(Role::Prefill, Dialect::Twinfer)
+    })
+    .await;
+    let p2 = start(FakeConfig {
+        fault: broken,
+        ..fake(Role::Prefill, Dialect::Twinfer)
+    })
+    .await;
+    let decode = FakeWorker::decode(Dialect::Twinfer).await.expect("start");
+    let router = Router::ready(quick(&[&p1, &p2], &[&decode])).await;
+    wait(|| async { router.metric("twinfer_router_instance_up", &[]).await == 3.0 }).await;
+    for _ in 0..2 {
+        let answer = router
+            .post("/v1/completions", &json!({"prompt": "p"}))
+            .await;
+        assert_eq!(
+            (answer.status, answer.header("retry-after")),
+            (429, Some("3")),
+            "{}",
+            answer.text()
+        );
+    }
+    assert_eq!(decode.served(), 0);
+}

@@ -496,3 +496,32 @@ async fn connections_are_kept_on_both_sides() {
     // Probes have connections of their own; twenty requests do not open twenty.
     assert!(opened(&prefill, before.0) <= 3 && opened(&decode, before.1) <= 3);
 }
+
+/// A client that reads slower than the limit for silence: the instance is not to blame.
+#[tokio::test]
+async fn a_client_that_pauses_gets_the_whole_stream() {
+    let prefill = FakeWorker::prefill(Dialect::Twinfer).await.expect("start");
+    let decode = FakeWorker::decode(Dialect::Twinfer).await.expect("start");
+    let config = RouterConfig {
+        idle_timeout: 0.3,
+        ..quick(&[&prefill], &[&decode])
+    };
+    let router = Router::ready(config).await;
+    // More than all buffers on the way hold.
+    let big = format!("data: {{\"text\":\"{}\"}}\n\n", "x".repeat(100_000));
+    let mut pieces: Vec<&[u8]> = vec![big.as_bytes(); 200];
+    pieces.push(b"data: [DONE]\n\n");
+    decode.script([chunked(&pieces, Duration::ZERO)]);
+    let mut stream = router
+        .open("POST", "/v1/completions", &[], ask().to_string().as_bytes())
+        .await;
+    tokio::time::sleep(Duration::from_millis(900)).await;
+    let answer = tokio::time::timeout(LIMIT, read_answer(&mut stream))
+        .await
+        .expect("in time");
+    assert!(answer.whole);
+    assert_eq!(
+        answer.body.len(),
+        200 * big.len() + b"data: [DONE]\n\n".len()
+    );
+}

@@ -1,0 +1,149 @@
+//! Idle connections, per instance and bounded.
+
+use super::conn::Connection;
+use parking_lot::Mutex;
+use std::collections::HashMap;
+use std::io;
+use std::net::SocketAddr;
+use std::time::Duration;
+use tokio::net::{TcpStream, lookup_host};
+use tokio::time::{Instant, interval, timeout};
+use twinfer_http::{Endpoint, Host, TransportError};
+
+/// An idle connection is closed after this, before instances close it themselves (uvicorn: 5 s).
+const MAX_IDLE: Duration = Duration::from_secs(4);
+/// Idle connections kept per instance.
+const MAX_PER_INSTANCE: usize = 1024;
+/// Between two looks at all idle connections.
+const SWEEP: Duration = Duration::from_secs(1);
+
+/// Idle connections of all instances.
+pub(super) struct Pool {
+    connect_timeout: Duration,
+    idle: Mutex<HashMap<Endpoint, Vec<Connection>>>,
+}
+
+impl Pool {
+    pub(super) fn new(connect_timeout: Duration) -> Self {
+        Self {
+            connect_timeout,
+            idle: Mutex::default(),
+        }
+    }
+
+    /// The connection that was used last, if it is still good, else a new one.
+    pub(super) async fn connection(&self, to: &Endpoint) -> Result<Connection, TransportError> {
+        while let Some(mut connection) = self.take(to) {
+            if connection.is_usable() {
+                return Ok(connection);
+            }
+        }
+        let peer = || to.host_port().to_string();
+        let stream = match timeout(self.connect_timeout, connect(to)).await {
+            Ok(Ok(stream)) => stream,
+            Ok(Err(error)) => return Err(error),
+            Err(_) => {
+                let seconds = self.connect_timeout.as_secs_f64();
+                return Err(TransportError::ConnectTimeout {
+                    peer: peer(),
+                    seconds,
+                });
+            }
+        };
+        let connection = Connection::new(stream).await;
+        connection.map_err(|error| TransportError::Connect {
+            peer: peer(),
+            reason: error.to_string(),
+        })
+    }
+
+    pub(super) fn put(&self, endpoint: &Endpoint, mut connection: Connection) {
+        connection.put_aside();
+        let mut idle = self.idle.lock();
+        let of_instance = match idle.get_mut(endpoint) {
+            Some(of_instance) => of_instance,
+            None => idle.entry(endpoint.clone()).or_default(),
+        };
+        if of_instance.len() < MAX_PER_INSTANCE {
+            of_instance.push(connection);
+        }
+    }
+
+    pub(super) async fn sweep_forever(&self) {
+        let mut ticks = interval(SWEEP);
+        loop {
+            ticks.tick().await;
+            let endpoints: Vec<Endpoint> = self.idle.lock().keys().cloned().collect();
+            for endpoint in endpoints {
+                self.sweep(&endpoint);
+            }
+        }
+    }
+
+    fn sweep(&self, endpoint: &Endpoint) {
+        // Not under the lock: closing a connection is a system call.
+        let mut connections = match self.idle.lock().get_mut(endpoint) {
+            Some(of_instance) => std::mem::take(of_instance),
+            None => return,
+        };
+        let now = Instant::now();
+        connections.retain_mut(|connection| {
+            let young = connection
+                .idle_since()
+                .is_some_and(|since| now.duration_since(since) < MAX_IDLE);
+            young && connection.is_usable()
+        });
+        let mut idle = self.idle.lock();
+        if let Some(of_instance) = idle.get_mut(endpoint) {
+            // Those that came meanwhile are younger: they stay on top.
+            connections.append(of_instance);
+            connections.truncate(MAX_PER_INSTANCE);
+            *of_instance = connections;
+        }
+    }
+
+    fn take(&self, to: &Endpoint) -> Option<Connection> {
+        self.idle.lock().get_mut(to)?.pop()
+    }
+}
+
+/// Connects directly: proxy variables of the environment do not exist here.
+async fn connect(to: &Endpoint) -> Result<TcpStream, TransportError> {
+    let target = to.host_port();
+    let peer = || target.to_string();
+    let addresses: Vec<SocketAddr> = match &target.host {
+        Host::Ip(ip) => vec![SocketAddr::new(*ip, target.port)],
+        Host::Name(name) => match lookup_host((name.as_str(), target.port)).await {
+            Ok(found) => found.collect(),
+            Err(error) => {
+                return Err(TransportError::Unresolved {
+                    peer: peer(),
+                    reason: error.to_string(),
+                });
+            }
+        },
+    };
+    let mut last = TransportError::Unresolved {
+        peer: peer(),
+        reason: "the name has no address".to_owned(),
+    };
+    for address in addresses {
+        // Without NODELAY each small piece waits for the acknowledgement of the one before.
+        match TcpStream::connect(address)
+            .await
+            .and_then(|stream| stream.set_nodelay(true).map(|()| stream))
+        {
+            Ok(stream) => return Ok(stream),
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                last = TransportError::Refused { peer: peer() };
+            }
+            Err(error) => {
+                last = TransportError::Connect {
+                    peer: peer(),
+                    reason: error.to_string(),
+                }
+            }
+        }
+    }
+    Err(last)
+}
