@@ -56,8 +56,9 @@ mod tests {
         headers
     }
 
+    /// C2.10.
     #[test]
-    fn c2_10_the_header_names_the_request_before_the_body() {
+    fn the_header_names_the_request_before_the_body() {
         let name = RequestName::new("cmpl", &headers(b"abc"), Some("xyz"));
         assert_eq!(name.public, "cmpl-abc");
         assert_eq!(
@@ -68,8 +69,9 @@ mod tests {
         assert_eq!(random.len(), "cmpl-".len() + 32);
     }
 
+    /// C2.10.
     #[test]
-    fn c2_10_equal_ids_are_distinct_in_logs() {
+    fn equal_ids_are_distinct_in_logs() {
         let (a, b) = (
             RequestName::new("c", &headers(b"same"), None),
             RequestName::new("c", &headers(b"same"), None),
@@ -78,8 +80,9 @@ mod tests {
         assert_ne!(a.log, b.log);
     }
 
+    /// C9.6.
     #[test]
-    fn c9_6_odd_and_endless_ids_are_harmless() {
+    fn odd_and_endless_ids_are_harmless() {
         let long = "x".repeat(200);
         assert_eq!(
             RequestName::new("c", &headers(long.as_bytes()), None).public,

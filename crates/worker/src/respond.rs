@@ -110,13 +110,13 @@ impl Answer {
     /// The whole answer.
     pub(crate) fn whole(
         &self,
-        outcome: Outcome,
+        outcome: &Outcome,
         kv_transfer_params: Option<KvTransferParams>,
     ) -> Result<Response, ApiError> {
         let usage = self.usage(outcome.choices.iter().map(Collected::output_tokens).sum());
         match self.kind {
             Kind::Completion => {
-                let choices = outcome.choices.into_iter().enumerate();
+                let choices = outcome.choices.iter().enumerate();
                 let choices = choices.map(|(i, choice)| self.completion_choice(i, choice));
                 json(&Completion {
                     id: &self.id,
@@ -131,7 +131,7 @@ impl Answer {
                 })
             }
             Kind::Chat => {
-                let choices = outcome.choices.into_iter().enumerate();
+                let choices = outcome.choices.iter().enumerate();
                 let choices = choices.map(|(i, choice)| self.chat_choice(i, choice));
                 json(&ChatResponse {
                     id: &self.id,
@@ -176,7 +176,7 @@ impl Answer {
     fn completion_choice(
         &self,
         index: usize,
-        choice: Collected,
+        choice: &Collected,
     ) -> Result<CompletionChoice, ApiError> {
         let prompt = index / self.common.n as usize;
         let (finish_reason, stop_reason) = choice.finish()?;
@@ -201,7 +201,7 @@ impl Answer {
         })
     }
 
-    fn chat_choice(&self, index: usize, choice: Collected) -> Result<ChatChoice, ApiError> {
+    fn chat_choice(&self, index: usize, choice: &Collected) -> Result<ChatChoice, ApiError> {
         let (finish_reason, stop_reason) = choice.finish()?;
         let wanted = self.common.logprobs.is_some();
         Ok(ChatChoice {
@@ -214,7 +214,7 @@ impl Answer {
             token_ids: self.token_ids(&choice.tokens),
             message: ChatMessage {
                 role: "assistant",
-                content: choice.text,
+                content: choice.text.clone(),
                 refusal: None,
                 annotations: None,
                 audio: None,
@@ -326,8 +326,8 @@ impl EventStream {
         let common = &answer.common;
         let per_token =
             common.logprobs.is_some() || common.return_token_ids || common.continuous_usage;
-        let silent =
-            event.text.is_empty() && finish.is_none() && !(per_token && !event.tokens.is_empty());
+        let told = finish.is_some() || (per_token && !event.tokens.is_empty());
+        let silent = event.text.is_empty() && !told;
         let prompt = event.choice as usize / common.n as usize;
         let usage = common.continuous_usage.then(|| {
             let prompt = answer.prompts.get(prompt).map_or(0, |p| p.ids.len() as u64);

@@ -101,7 +101,7 @@ async fn generate(app: &Arc<App>, kind: Kind, request: Request) -> Result<Respon
         ),
         _ => None,
     };
-    answer.whole(outcome, params)
+    answer.whole(&outcome, params)
 }
 
 async fn models(State(app): State<Arc<App>>, request: Request) -> Response {

@@ -3,21 +3,6 @@ use std::time::Duration;
 use twinfer_config::{ServeConfig, parse_cpus};
 use twinfer_engine::EngineConfig;
 
-/// Bounds of numbers of the configuration, both included.
-const RANGES: &[(&str, fn(&ServeConfig) -> u64, u64, u64)] = &[
-    ("max-num-seqs", |c| c.max_num_seqs.into(), 1, 1 << 16),
-    (
-        "max-num-batched-tokens",
-        |c| c.max_num_batched_tokens.into(),
-        1,
-        1 << 20,
-    ),
-    ("max-waiting", |c| c.max_waiting.into(), 0, 1 << 20),
-    ("block-size", |c| c.block_size.into(), 1, 4096),
-    ("kv-lease", |c| c.kv_lease.into(), 1, 86_400),
-    ("kv-timeout", |c| c.kv_timeout.into(), 1, 86_400),
-    ("max-body-bytes", |c| c.max_body_bytes, 1024, 1 << 30),
-];
 /// Longest settle and drain times.
 const MAX_SECONDS: f64 = 86_400.0;
 /// Longest name of an instance or model.
@@ -42,9 +27,23 @@ pub fn validate(config: &ServeConfig) -> Result<(), ServeError> {
 impl Settings {
     pub(crate) fn of(config: &ServeConfig) -> Result<Self, ServeError> {
         let bad = |message: String| Err(ServeError::Config(message));
-        for (flag, value, least, most) in RANGES {
-            let value = value(config);
-            if !(*least..=*most).contains(&value) {
+        // Flag, value, least and most that is allowed.
+        let bounds = [
+            ("max-num-seqs", config.max_num_seqs.into(), 1, 1 << 16),
+            (
+                "max-num-batched-tokens",
+                config.max_num_batched_tokens.into(),
+                1,
+                1 << 20,
+            ),
+            ("max-waiting", config.max_waiting.into(), 0, 1 << 20),
+            ("block-size", config.block_size.into(), 1, 4096),
+            ("kv-lease", config.kv_lease.into(), 1, 86_400),
+            ("kv-timeout", config.kv_timeout.into(), 1, 86_400),
+            ("max-body-bytes", config.max_body_bytes, 1024, 1 << 30),
+        ];
+        for (flag, value, least, most) in bounds {
+            if !(least..=most).contains(&value) {
                 return bad(format!("{flag} is {value}; {least} to {most} are allowed"));
             }
         }

@@ -309,8 +309,9 @@ mod tests {
         Fields::parse(body).unwrap_err().message
     }
 
+    /// C3.17.
     #[test]
-    fn c3_17_bodies_that_are_no_object_are_refused_with_the_reason() {
+    fn bodies_that_are_no_object_are_refused_with_the_reason() {
         assert!(message(b"").contains("empty"));
         assert!(message(b" \n").contains("empty"));
         assert!(message(b"[]").contains("object"));

@@ -91,8 +91,9 @@ mod tests {
         Prompt::read_all(&Fields::parse(body.as_bytes()).unwrap())
     }
 
+    /// C5.16.
     #[test]
-    fn c5_16_the_four_forms_of_prompt() {
+    fn the_four_forms_of_prompt() {
         assert_eq!(
             prompts(r#"{"prompt":"a"}"#).unwrap(),
             [Prompt::Text("a".into())]
@@ -111,8 +112,9 @@ mod tests {
         );
     }
 
+    /// C9.9.
     #[test]
-    fn c9_9_bad_ids_are_named() {
+    fn bad_ids_are_named() {
         for (body, param) in [
             (r#"{"prompt":[1,-1]}"#, "prompt[1]"),
             (r#"{"prompt":[9223372036854775808]}"#, "prompt[0]"),
@@ -133,8 +135,9 @@ mod tests {
         }
     }
 
+    /// C9.8.
     #[test]
-    fn c9_8_prompt_lists_are_bounded() {
+    fn prompt_lists_are_bounded() {
         let body = format!(
             "{{\"prompt\":[{}]}}",
             vec!["\"x\""; MAX_PROMPTS + 1].join(",")

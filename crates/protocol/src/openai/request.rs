@@ -476,8 +476,9 @@ mod tests {
         result.unwrap_err().param.unwrap_or_default()
     }
 
+    /// C5.13.
     #[test]
-    fn c5_13_nulls_and_unknown_fields_are_tolerated() {
+    fn nulls_and_unknown_fields_are_tolerated() {
         let nulls = chat(
             r#","stream":null,"logprobs":null,"stop":null,"max_tokens":null,"tools":null,"seed":null,
             "user":null,"response_format":null,"tool_choice":null,"kv_transfer_params":null,"x_y":1e400,
@@ -559,8 +560,9 @@ mod tests {
         }
     }
 
+    /// C5.3.
     #[test]
-    fn c5_3_messages_are_checked() {
+    fn messages_are_checked() {
         for (messages, name) in [
             ("null", "messages"),
             ("[]", "messages"),

@@ -185,8 +185,9 @@ mod tests {
         SamplingOptions::read(&Fields::parse(body.as_bytes())?)
     }
 
+    /// C5.13.
     #[test]
-    fn c5_13_null_is_the_same_as_absent() {
+    fn null_is_the_same_as_absent() {
         let nulls = r#"{"temperature":null,"top_k":null,"stop":null,"max_tokens":null,"seed":null,
             "logit_bias":null,"min_tokens":null,"ignore_eos":null,"stop_token_ids":null,
             "allowed_token_ids":null,"skip_special_tokens":null}"#;
@@ -197,8 +198,9 @@ mod tests {
         );
     }
 
+    /// C9.8.
     #[test]
-    fn c9_8_numbers_out_of_bounds_are_named() {
+    fn numbers_out_of_bounds_are_named() {
         for (body, param) in [
             (r#"{"max_tokens":1000000000000}"#, "max_tokens"),
             (r#"{"max_tokens":-1}"#, "max_tokens"),
