@@ -85,7 +85,7 @@ impl<'a> HeadRows<'a> {
     }
 
     /// The values from one head of the first row on.
-    pub(crate) fn from_head(&self, head: usize) -> &'a [f32] {
+    pub(crate) fn starting_at(&self, head: usize) -> &'a [f32] {
         self.data
             .get(head * self.head_stride + self.offset..)
             .unwrap_or_default()

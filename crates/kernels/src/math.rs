@@ -6,16 +6,16 @@ pub(crate) const EXP_MIN: f32 = -104.0;
 pub(crate) const EXP_MAX: f32 = 89.0;
 pub(crate) const LOG2_E: f32 = std::f32::consts::LOG2_E;
 /// ln 2 in two parts: the first has few bits, so that n · LN2_HIGH is exact.
-pub(crate) const LN2_HIGH: f32 = 0.693_359_4;
+pub(crate) const LN2_HIGH: f32 = 355.0 / 512.0;
 pub(crate) const LN2_LOW: f32 = -2.121_944_4e-4;
-/// e^r ≈ 1 + r + r² · P(r) on |r| ≤ ln 2 / 2, coefficients from the highest power down (Cephes `expf`, public domain).
+/// e^r ≈ 1 + r + r² · P(r) on |r| ≤ ln 2 / 2, coefficients from the highest power down (those of Cephes `expf`).
 pub(crate) const EXP_POLYNOMIAL: [f32; 6] = [
     1.987_569_1e-4,
     1.398_199_9e-3,
     8.333_452e-3,
     4.166_579_6e-2,
     1.666_666_6e-1,
-    5.000_000_1e-1,
+    0.5,
 ];
 
 /// e^x with a relative error below 2 ulp; 0 below −104, infinity above 88.73, NaN for NaN, exactly 1 at 0. Subnormal

@@ -248,6 +248,10 @@ unsafe fn norm<S: Simd>(
 }
 
 /// One block's sum of squares by the definition of products.
+#[expect(
+    clippy::needless_range_loop,
+    reason = "register tiles are addressed by row and column"
+)]
 #[inline(always)]
 unsafe fn sum_of_squares<S: Simd>(x: *const f32, length: usize) -> f32 {
     // SAFETY: the caller grants `length` values.
@@ -377,6 +381,10 @@ pub(crate) unsafe fn largest<S: Simd>(values: *const f32, length: usize) -> f32 
 ///
 /// # Safety
 /// The pointer is valid for `length` values.
+#[expect(
+    clippy::needless_range_loop,
+    reason = "register tiles are addressed by row and column"
+)]
 #[inline(always)]
 pub(crate) unsafe fn exp_and_sum<S: Simd>(values: *mut f32, length: usize, largest: f32) -> f32 {
     // SAFETY: the caller's duty.

@@ -1,6 +1,8 @@
 //! Attention gives the bits of its definition on every instruction set, for any block size, chunking, batch and thread
 //! count, and never looks at positions behind a row's own.
 
+#![cfg(test)]
+
 mod common;
 
 use common::{assert_same_bits, teams, values};

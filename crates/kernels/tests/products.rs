@@ -1,13 +1,24 @@
 //! Products give the bits of their definition on every instruction set, for any split of rows and any thread count.
 
+#![cfg(test)]
+
 mod common;
 
-use common::{assert_same_bits, matrix, teams, values};
+use common::{assert_same_bits, teams, values};
 use proptest::prelude::*;
 use twinfer_kernels::{
-    DType, HeadRows, KernelError, Matrix, ThreadTeam, grouped_linear, linear, per_head_linear,
-    reference,
+    DType, HeadRows, KernelError, Matrix, ThreadTeam, bf16, grouped_linear, linear,
+    per_head_linear, reference,
 };
+
+fn matrix(n: usize, k: usize, dtype: DType, seed: u64) -> Matrix {
+    let values = values(n * k, seed);
+    match dtype {
+        DType::F32 => Matrix::from_f32(n, k, values),
+        DType::Bf16 => Matrix::from_bf16(n, k, values.into_iter().map(bf16::from_f32).collect()),
+    }
+    .unwrap()
+}
 
 fn linear_of(team: &ThreadTeam, x: &[f32], w: &Matrix) -> Vec<f32> {
     let mut y = vec![f32::NAN; x.len() / w.cols() * w.rows()];
@@ -166,7 +177,7 @@ fn lengths_that_do_not_fit_are_refused_before_anything_is_written() {
         );
     }
     let heads = HeadRows::dense(&x, 2, 4).unwrap();
-    assert!(per_head_linear(team, heads, &[w.clone()], &mut y).is_err());
+    assert!(per_head_linear(team, heads, std::slice::from_ref(&w), &mut y).is_err());
     assert!(per_head_linear(team, heads, &[w.clone(), other.clone()], &mut y).is_err());
     assert!(per_head_linear(team, heads, &[w.clone(), w.clone()], &mut y[..5]).is_err());
     assert!(HeadRows::dense(&x, 3, 4).is_err() && HeadRows::dense(&x, 0, 4).is_err());

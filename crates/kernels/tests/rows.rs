@@ -1,5 +1,7 @@
 //! Row operations give the bits of their definition on every instruction set and are accurate.
 
+#![cfg(test)]
+
 mod common;
 
 use common::{assert_same_bits, teams, values};

@@ -10,7 +10,7 @@ use crate::gemm::{MAX_TILE_ROWS, TILE_COLS, group_tile, pack_rows};
 use crate::math::exp;
 use crate::reference::LANES as STEP;
 use crate::rows::{exp_and_sum, largest};
-use crate::simd::{Element, Simd, simd_kernel};
+use crate::simd::{Element, Simd, simd_kernel, widen};
 use crate::{DType, HeadRows};
 
 /// Vectors of a value row that are summed at a time.
@@ -47,7 +47,8 @@ struct Fold {
     take: f32,
 }
 
-/// Scratch of a task: queries packed per row and group of heads, a joined query row, the scores of a group of heads.
+/// How the scratch of a task is cut: folds, the scores of a group of heads, its queries joined, all queries packed, a
+/// widened copy of a tile's keys.
 struct Layout {
     width: usize,
     heads: usize,
@@ -61,7 +62,11 @@ simd_kernel! {
 /// Values of scratch that [`run_task`] needs.
 pub(super) fn scratch_length(params: &MlaParams, task: &Task) -> usize {
     let layout = Layout::new(params, task);
-    layout.fold_values() + layout.score_values() + layout.joined_values() + layout.packed_values()
+    layout.copy_values()
+        + layout.fold_values()
+        + layout.score_values()
+        + layout.joined_values()
+        + layout.packed_values()
 }
 
 impl Layout {
@@ -90,6 +95,11 @@ impl Layout {
         MAX_TILE_ROWS * TILE
     }
 
+    /// A widened copy of a tile's keys.
+    fn copy_values(&self) -> usize {
+        TILE * self.width
+    }
+
     fn fold_values(&self) -> usize {
         (self.rows * self.heads * size_of::<Fold>() / size_of::<f32>()).next_multiple_of(STEP)
     }
@@ -112,118 +122,181 @@ unsafe fn any_type<S: Simd>(call: &Call<'_>, task: &Task, scratch: *mut f32) {
 #[inline(always)]
 unsafe fn typed_task<S: Simd, E: Element>(call: &Call<'_>, task: &Task, scratch: *mut f32) {
     let layout = Layout::new(call.params, task);
-    let (width, heads) = (layout.width, layout.heads);
-    let groups = heads.div_ceil(S::TILE_ROWS);
     let seq = &call.seqs[task.seq];
     let last = seq.first_position + (task.rows.end - 1 - seq.rows.start);
+    let copies = E::NARROW && S::COPIES_BF16 && layout.rows * layout.heads > S::TILE_ROWS;
     // SAFETY: scratch is cut as `scratch_length` counts it, and Fold is four f32; the rest is the caller's duty.
     unsafe {
         let folds = scratch.cast::<Fold>();
         let scores = scratch.add(layout.fold_values());
         let joined = scores.add(layout.score_values());
         let packed = joined.add(layout.joined_values());
-        for row in 0..layout.rows {
-            for head in 0..heads {
-                folds.add(row * heads + head).write(Fold {
-                    m: f32::NEG_INFINITY,
-                    l: 0.0,
-                    keep: 0.0,
-                    take: 0.0,
-                });
-                let out = call.out_head(task.rows.start + row, task.heads.start + head);
-                out.write_bytes(0, call.params.latent);
-            }
-            for group in 0..groups {
-                let group = group_heads(heads, groups, group);
-                for (place, head) in group.clone().enumerate() {
-                    join(
-                        call,
-                        task.rows.start + row,
-                        task.heads.start + head,
-                        joined.add(place * width),
-                    );
-                }
-                let to = packed.add((row * heads + group.start) * layout.head_values());
-                pack_rows::<S>(joined, width, group.len(), width, to);
-            }
-        }
+        let copy = packed.add(layout.packed_values());
+        let work = Work {
+            call,
+            task,
+            width: layout.width,
+            heads: layout.heads,
+            folds,
+            scores,
+            packed,
+        };
+        work.prepare::<S>(joined, layout.head_values());
         for base in (0..=last).step_by(TILE) {
             let count = TILE.min(last + 1 - base);
             let keys = key_rows::<E>(call.params, seq, base, count);
-            for row in 0..layout.rows {
-                let position = seq.first_position + (task.rows.start + row - seq.rows.start);
-                if position < base {
-                    continue;
+            if copies {
+                let mut wide = [copy.cast_const(); TILE];
+                for (i, key) in keys.iter().enumerate().take(count) {
+                    wide[i] = copy.add(i * layout.width);
+                    widen::<S, E>(*key, layout.width, copy.add(i * layout.width));
                 }
-                let visible = count.min(position + 1 - base);
-                for group in 0..groups {
-                    let group = group_heads(heads, groups, group);
-                    let place = row * heads + group.start;
-                    let q = packed.add(place * layout.head_values());
+                work.tile::<S, f32>(base, count, &wide, layout.head_values());
+            } else {
+                work.tile::<S, E>(base, count, &keys, layout.head_values());
+            }
+        }
+        work.finish::<S>();
+    }
+}
+
+/// A task with its scratch.
+struct Work<'a> {
+    call: &'a Call<'a>,
+    task: &'a Task,
+    width: usize,
+    heads: usize,
+    folds: *mut Fold,
+    scores: *mut f32,
+    packed: *mut f32,
+}
+
+/// # Safety
+/// All functions: as for [`any_type`], and the pointers lead to scratch as [`Layout`] cuts it.
+impl Work<'_> {
+    /// Rows of the task with their absolute positions.
+    #[inline(always)]
+    fn position(&self, row: usize) -> usize {
+        let seq = &self.call.seqs[self.task.seq];
+        seq.first_position + (self.task.rows.start + row - seq.rows.start)
+    }
+
+    /// Heads of group `group`, counted from the task's first, dealt out evenly.
+    #[inline(always)]
+    fn group(&self, groups: usize, group: usize) -> Range<usize> {
+        self.heads * group / groups..self.heads * (group + 1) / groups
+    }
+
+    /// Where the output of a row and head of the task begins.
+    #[inline(always)]
+    unsafe fn out(&self, row: usize, head: usize) -> *mut f32 {
+        let (row, head) = (self.task.rows.start + row, self.task.heads.start + head);
+        // SAFETY: the caller names a row and head of the task.
+        unsafe {
+            self.call
+                .out
+                .add((row * self.call.params.heads + head) * self.call.params.latent)
+        }
+    }
+
+    /// Empties the folds and the output and packs `[q_latent | q_rope]` of each row by groups of heads.
+    #[inline(always)]
+    unsafe fn prepare<S: Simd>(&self, joined: *mut f32, head_values: usize) {
+        let groups = self.heads.div_ceil(S::TILE_ROWS);
+        for row in 0..self.task.rows.len() {
+            for head in 0..self.heads {
+                // SAFETY: row and head are the task's.
+                unsafe {
+                    let empty = Fold {
+                        m: f32::NEG_INFINITY,
+                        l: 0.0,
+                        keep: 0.0,
+                        take: 0.0,
+                    };
+                    self.folds.add(row * self.heads + head).write(empty);
+                    self.out(row, head).write_bytes(0, self.call.params.latent);
+                }
+            }
+            for group in 0..groups {
+                let group = self.group(groups, group);
+                for (place, head) in group.clone().enumerate() {
+                    let (row, head) = (self.task.rows.start + row, self.task.heads.start + head);
+                    let latent = self.call.q_latent.head(row, head);
+                    let rope = self.call.q_rope.head(row, head);
+                    // SAFETY: `joined` has room for a group of heads of latent + rope values.
+                    unsafe {
+                        let to = joined.add(place * self.width);
+                        to.copy_from_nonoverlapping(latent.as_ptr(), latent.len());
+                        to.add(latent.len())
+                            .copy_from_nonoverlapping(rope.as_ptr(), rope.len());
+                    }
+                }
+                // SAFETY: `packed` has room for every row and head in whole steps.
+                unsafe {
+                    let to = self
+                        .packed
+                        .add((row * self.heads + group.start) * head_values);
+                    pack_rows::<S>(joined, self.width, group.len(), self.width, to);
+                }
+            }
+        }
+    }
+
+    /// Folds the tile of positions `base .. base + count` into every row that sees some of it.
+    #[inline(always)]
+    unsafe fn tile<S: Simd, E: Element>(
+        &self,
+        base: usize,
+        count: usize,
+        keys: &[*const E; TILE],
+        head_values: usize,
+    ) {
+        let MlaParams { latent, scale, .. } = *self.call.params;
+        let groups = self.heads.div_ceil(S::TILE_ROWS);
+        for row in 0..self.task.rows.len() {
+            let position = self.position(row);
+            if position < base {
+                continue;
+            }
+            let visible = count.min(position + 1 - base);
+            for group in 0..groups {
+                let group = self.group(groups, group);
+                let place = row * self.heads + group.start;
+                // SAFETY: the pointers lead to this row's and group's parts; the first `visible` keys are rows.
+                unsafe {
+                    let q = self.packed.add(place * head_values);
                     score::<S, E>(
                         q,
                         group.len(),
-                        &keys,
+                        keys,
                         visible,
-                        width,
-                        call.params.scale,
-                        scores,
+                        self.width,
+                        scale,
+                        self.scores,
                     );
                     for head in 0..group.len() {
-                        let fold = &mut *folds.add(place + head);
-                        fold_scores::<S>(scores.add(head * TILE), visible, fold);
+                        let fold = &mut *self.folds.add(place + head);
+                        fold_scores::<S>(self.scores.add(head * TILE), visible, fold);
                     }
-                    let out = call.out_head(task.rows.start + row, task.heads.start + group.start);
-                    let folds = folds.add(place);
-                    add_values::<S, E>(
-                        scores,
-                        folds,
-                        group.len(),
-                        &keys,
-                        visible,
-                        call.params.latent,
-                        out,
-                    );
+                    let (folds, out) = (self.folds.add(place), self.out(row, group.start));
+                    add_values::<S, E>(self.scores, folds, group.len(), keys, visible, latent, out);
                 }
             }
         }
-        for row in 0..layout.rows {
-            for head in 0..heads {
-                let l = (*folds.add(row * heads + head)).l;
-                let out = call.out_head(task.rows.start + row, task.heads.start + head);
-                divide::<S>(out, call.params.latent, l);
+    }
+
+    /// Divides the sums by l.
+    #[inline(always)]
+    unsafe fn finish<S: Simd>(&self) {
+        for row in 0..self.task.rows.len() {
+            for head in 0..self.heads {
+                // SAFETY: row and head are the task's.
+                unsafe {
+                    let l = (*self.folds.add(row * self.heads + head)).l;
+                    divide::<S>(self.out(row, head), self.call.params.latent, l);
+                }
             }
         }
-    }
-}
-
-impl Call<'_> {
-    /// Where the output of a row and head begins.
-    #[inline(always)]
-    unsafe fn out_head(&self, row: usize, head: usize) -> *mut f32 {
-        // SAFETY: the caller names a row and head of the call.
-        unsafe {
-            self.out
-                .add((row * self.params.heads + head) * self.params.latent)
-        }
-    }
-}
-
-/// Heads of group `group` when `heads` are dealt out evenly.
-#[inline(always)]
-fn group_heads(heads: usize, groups: usize, group: usize) -> Range<usize> {
-    heads * group / groups..heads * (group + 1) / groups
-}
-
-/// Writes `[q_latent | q_rope]` of one row and head.
-#[inline(always)]
-unsafe fn join(call: &Call<'_>, row: usize, head: usize, to: *mut f32) {
-    let (latent, rope) = (call.q_latent.head(row, head), call.q_rope.head(row, head));
-    // SAFETY: the caller grants room for a row of latent + rope values.
-    unsafe {
-        to.copy_from_nonoverlapping(latent.as_ptr(), latent.len());
-        to.add(latent.len())
-            .copy_from_nonoverlapping(rope.as_ptr(), rope.len());
     }
 }
 
@@ -326,6 +399,10 @@ unsafe fn add_values<S: Simd, E: Element>(
 }
 
 /// `VECTORS` vectors of the sum, from `column` on; the last one has `count` values.
+#[expect(
+    clippy::needless_range_loop,
+    reason = "register tiles are addressed by row and column"
+)]
 #[inline(always)]
 unsafe fn value_tile<S: Simd, E: Element, const HEADS: usize, const VECTORS: usize>(
     p: *const f32,

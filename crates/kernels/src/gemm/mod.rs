@@ -144,7 +144,7 @@ pub fn per_head_linear(
         .iter()
         .enumerate()
         .map(|(head, w)| Product {
-            x: x.from_head(head).as_ptr(),
+            x: x.starting_at(head).as_ptr(),
             x_stride: x.row_stride(),
             rows: x.rows(),
             w,

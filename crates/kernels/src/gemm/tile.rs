@@ -1,14 +1,14 @@
 //! One task of a product: some rows of x by some rows of w, on one thread.
 //!
 //! x is packed into groups of at most [`Simd::TILE_ROWS`] rows; w is read where it lies, four rows at a time, and
-//! widened in registers (a widened copy was measured to be slower at every row count). A register tile holds the lanes
-//! of all products of a group with four rows of w over one block of k.
+//! widened in registers, or once into a copy where that was measured to be faster ([`Simd::COPIES_BF16`]). A register
+//! tile holds the lanes of all products of a group with four rows of w over one block of k.
 
 use std::ops::Range;
 
 use super::K_BLOCK;
 use crate::reference::LANES as STEP;
-use crate::simd::{Element, Simd, simd_kernel};
+use crate::simd::{Element, Simd, simd_kernel, widen};
 use crate::{DType, Matrix};
 
 /// Rows of w in a register tile.
@@ -25,6 +25,9 @@ const WHOLE_VALUES: usize = 1 << 17;
 
 /// How far before its use a weight is asked for; measured for rows that come from memory.
 const PREFETCH_BYTES: usize = 512;
+
+/// Values of a widened copy of four rows of w over one block of k.
+const COPY_VALUES: usize = TILE_COLS * K_BLOCK;
 
 /// A product y = x · wᵀ in raw parts; strides in elements, from row to row.
 #[derive(Clone, Copy)]
@@ -48,11 +51,12 @@ simd_kernel! {
 
 /// Values of scratch that [`run_task`] needs for so many rows.
 pub(crate) fn scratch_length(rows: usize, k: usize) -> usize {
-    rows * if packs_whole(rows, k) {
+    let packed = if packs_whole(rows, k) {
         k.next_multiple_of(STEP)
     } else {
         K_BLOCK
-    }
+    };
+    COPY_VALUES + rows * packed
 }
 
 fn packs_whole(rows: usize, k: usize) -> bool {
@@ -91,12 +95,14 @@ unsafe fn task<S: Simd>(
 unsafe fn typed_task<S: Simd, E: Element>(
     product: &Product<'_>,
     cols: Range<usize>,
-    packed: *mut f32,
+    copy: *mut f32,
 ) {
     let (rows, k) = (product.rows, product.w.cols());
     let blocks = k.div_ceil(K_BLOCK);
-    // SAFETY: the scratch holds one block of all rows in whole steps, or all blocks; the rest is the caller's duty.
+    // SAFETY: behind the copy the scratch holds one block of all rows in whole steps, or all blocks; the rest is the
+    // caller's duty.
     unsafe {
+        let packed = copy.add(COPY_VALUES);
         if packs_whole(rows, k) {
             // Few rows (decode): one pass over w, four rows of it read to their end before the next four.
             for block in 0..blocks {
@@ -105,7 +111,7 @@ unsafe fn typed_task<S: Simd, E: Element>(
             for col in cols.clone().step_by(TILE_COLS) {
                 for block in 0..blocks {
                     let packed = packed.add(block * K_BLOCK * rows);
-                    four_columns::<S, E>(product, block, col, cols.end, packed, None);
+                    four_columns::<S, E>(product, block, col, cols.end, packed, copy, None);
                 }
             }
         } else {
@@ -114,7 +120,7 @@ unsafe fn typed_task<S: Simd, E: Element>(
             for block in 0..blocks {
                 pack::<S>(product, block, packed);
                 for col in cols.clone().step_by(TILE_COLS) {
-                    four_columns::<S, E>(product, block, col, cols.end, packed, ahead);
+                    four_columns::<S, E>(product, block, col, cols.end, packed, copy, ahead);
                 }
             }
         }
@@ -204,6 +210,7 @@ unsafe fn four_columns<S: Simd, E: Element>(
     col: usize,
     end: usize,
     packed: *const f32,
+    copy: *mut f32,
     ahead: Option<usize>,
 ) {
     let k = product.w.cols();
@@ -223,21 +230,43 @@ unsafe fn four_columns<S: Simd, E: Element>(
             }
         }
     }
+    // SAFETY: the copy has room for four rows of a block; y has `count` columns from `col` on in every row.
+    unsafe {
+        let y = product.y.add(col);
+        if E::NARROW && S::COPIES_BF16 && product.rows > S::TILE_ROWS {
+            let mut wide = [copy.cast_const(); TILE_COLS];
+            for (i, (column, wide)) in columns.iter().zip(&mut wide).enumerate() {
+                widen::<S, E>(*column, length, copy.add(i * K_BLOCK));
+                *wide = copy.add(i * K_BLOCK);
+            }
+            all_groups::<S, f32>(product, packed, wide, length, y, count, block == 0);
+        } else {
+            all_groups::<S, E>(product, packed, columns, length, y, count, block == 0);
+        }
+    }
+}
+
+/// All rows by `count` of four columns over one block, into y from there on.
+#[inline(always)]
+unsafe fn all_groups<S: Simd, E: Element>(
+    product: &Product<'_>,
+    packed: *const f32,
+    columns: [*const E; TILE_COLS],
+    length: usize,
+    y: *mut f32,
+    count: usize,
+    first: bool,
+) {
     let groups = product.rows.div_ceil(S::TILE_ROWS);
     for group in 0..groups {
         let group = group_rows(product.rows, groups, group);
         let mut sums = [[0.0; TILE_COLS]; MAX_TILE_ROWS];
-        // SAFETY: packed holds every row's block; y has `count` columns from `col` on in every row.
+        // SAFETY: packed holds every row's block; y has `count` values in every row.
         unsafe {
             let x = packed.add(group.start * length.next_multiple_of(STEP));
             group_tile::<S, E>(x, group.len(), columns, length, &mut sums);
             for (row, sums) in group.zip(&sums) {
-                put(
-                    product.y.add(row * product.y_stride + col),
-                    sums,
-                    count,
-                    block == 0,
-                );
+                put(y.add(row * product.y_stride), sums, count, first);
             }
         }
     }
@@ -296,6 +325,10 @@ pub(crate) unsafe fn group_tile<S: Simd, E: Element>(
     tile_of!(1 2 3 4 5 6);
 }
 
+#[expect(
+    clippy::needless_range_loop,
+    reason = "register tiles are addressed by row and column"
+)]
 #[inline(always)]
 unsafe fn tile<S: Simd, E: Element, const ROWS: usize>(
     x: *const f32,

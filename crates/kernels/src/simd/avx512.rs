@@ -15,98 +15,97 @@ fn mask(count: usize) -> __mmask16 {
 
 // SAFETY: every function body needs what the trait's contract already demands: the instruction set, and pointers valid
 // for the values it names. Masked loads and stores do not touch what the mask excludes.
+#[expect(
+    unsafe_op_in_unsafe_fn,
+    reason = "the one reason for all bodies stands above"
+)]
 impl Simd for Avx512 {
     type V = __m512;
     const LANES: usize = 16;
     const TILE_ROWS: usize = 6;
+    const COPIES_BF16: bool = false;
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> __m512 {
-        unsafe { _mm512_set1_ps(value) }
+        _mm512_set1_ps(value)
     }
 
     #[inline(always)]
     unsafe fn load(from: *const f32) -> __m512 {
-        unsafe { _mm512_loadu_ps(from) }
+        _mm512_loadu_ps(from)
     }
 
     #[inline(always)]
     unsafe fn load_part(from: *const f32, count: usize) -> __m512 {
-        unsafe { _mm512_maskz_loadu_ps(mask(count), from) }
+        _mm512_maskz_loadu_ps(mask(count), from)
     }
 
     #[inline(always)]
     unsafe fn load_bf16(from: *const u16) -> __m512 {
-        unsafe {
-            let bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
-            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
-        }
+        let bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
     }
 
     #[inline(always)]
     unsafe fn load_bf16_part(from: *const u16, count: usize) -> __m512 {
-        unsafe {
-            let bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask(count), from.cast()));
-            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
-        }
+        let bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask(count), from.cast()));
+        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(bits))
     }
 
     #[inline(always)]
     unsafe fn store(to: *mut f32, v: __m512) {
-        unsafe { _mm512_storeu_ps(to, v) }
+        _mm512_storeu_ps(to, v)
     }
 
     #[inline(always)]
     unsafe fn store_part(to: *mut f32, v: __m512, count: usize) {
-        unsafe { _mm512_mask_storeu_ps(to, mask(count), v) }
+        _mm512_mask_storeu_ps(to, mask(count), v)
     }
 
     #[inline(always)]
     unsafe fn prefetch(address: *const u8) {
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
+        _mm_prefetch::<_MM_HINT_T0>(address.cast())
     }
 
     #[inline(always)]
     unsafe fn add(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_add_ps(a, b) }
+        _mm512_add_ps(a, b)
     }
 
     #[inline(always)]
     unsafe fn sub(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_sub_ps(a, b) }
+        _mm512_sub_ps(a, b)
     }
 
     #[inline(always)]
     unsafe fn mul(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_mul_ps(a, b) }
+        _mm512_mul_ps(a, b)
     }
 
     #[inline(always)]
     unsafe fn div(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_div_ps(a, b) }
+        _mm512_div_ps(a, b)
     }
 
     #[inline(always)]
     unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
-        unsafe { _mm512_fmadd_ps(a, b, c) }
+        _mm512_fmadd_ps(a, b, c)
     }
 
     #[inline(always)]
     unsafe fn larger(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_max_ps(a, b) }
+        _mm512_max_ps(a, b)
     }
 
     #[inline(always)]
     unsafe fn smaller(a: __m512, b: __m512) -> __m512 {
-        unsafe { _mm512_min_ps(a, b) }
+        _mm512_min_ps(a, b)
     }
 
     #[inline(always)]
     unsafe fn power_of_two(n: __m512) -> __m512 {
-        unsafe {
-            let biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
-            _mm512_castsi512_ps(_mm512_slli_epi32::<23>(biased))
-        }
+        let biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+        _mm512_castsi512_ps(_mm512_slli_epi32::<23>(biased))
     }
 
     #[inline(always)]
@@ -116,40 +115,36 @@ impl Simd for Avx512 {
 
     #[inline(always)]
     unsafe fn add_lanes4([a, b, c, d]: [__m512; 4]) -> [f32; 4] {
-        unsafe {
-            // Level (i, i+8): the lower half of ab holds a's sums, the upper half b's.
-            let ab = _mm512_add_ps(
-                _mm512_shuffle_f32x4::<0x44>(a, b),
-                _mm512_shuffle_f32x4::<0xee>(a, b),
-            );
-            let cd = _mm512_add_ps(
-                _mm512_shuffle_f32x4::<0x44>(c, d),
-                _mm512_shuffle_f32x4::<0xee>(c, d),
-            );
-            // Level (i, i+4): quarter q holds the four partial sums of input q.
-            let quarters = _mm512_add_ps(
-                _mm512_shuffle_f32x4::<0x88>(ab, cd),
-                _mm512_shuffle_f32x4::<0xdd>(ab, cd),
-            );
-            // Levels (i, i+2) and (i, i+1) inside quarters.
-            let twos = _mm512_add_ps(quarters, _mm512_permute_ps::<0b01_00_11_10>(quarters));
-            let ones = _mm512_add_ps(twos, _mm512_permute_ps::<0b10_11_00_01>(twos));
-            let firsts =
-                _mm512_permutexvar_ps(_mm512_castsi128_si512(_mm_setr_epi32(0, 4, 8, 12)), ones);
-            let mut sums = [0.0; 4];
-            _mm_storeu_ps(sums.as_mut_ptr(), _mm512_castps512_ps128(firsts));
-            sums
-        }
+        // Level (i, i+8): the lower half of ab holds a's sums, the upper half b's.
+        let ab = _mm512_add_ps(
+            _mm512_shuffle_f32x4::<0x44>(a, b),
+            _mm512_shuffle_f32x4::<0xee>(a, b),
+        );
+        let cd = _mm512_add_ps(
+            _mm512_shuffle_f32x4::<0x44>(c, d),
+            _mm512_shuffle_f32x4::<0xee>(c, d),
+        );
+        // Level (i, i+4): quarter q holds the four partial sums of input q.
+        let quarters = _mm512_add_ps(
+            _mm512_shuffle_f32x4::<0x88>(ab, cd),
+            _mm512_shuffle_f32x4::<0xdd>(ab, cd),
+        );
+        // Levels (i, i+2) and (i, i+1) inside quarters.
+        let twos = _mm512_add_ps(quarters, _mm512_permute_ps::<0b01_00_11_10>(quarters));
+        let ones = _mm512_add_ps(twos, _mm512_permute_ps::<0b10_11_00_01>(twos));
+        let firsts =
+            _mm512_permutexvar_ps(_mm512_castsi128_si512(_mm_setr_epi32(0, 4, 8, 12)), ones);
+        let mut sums = [0.0; 4];
+        _mm_storeu_ps(sums.as_mut_ptr(), _mm512_castps512_ps128(firsts));
+        sums
     }
 
     #[inline(always)]
     unsafe fn add_lanes(folded: __m512) -> f32 {
-        unsafe {
-            let eight = _mm256_add_ps(
-                _mm512_castps512_ps256(folded),
-                _mm512_extractf32x8_ps::<1>(folded),
-            );
-            super::avx2::Avx2::add_lanes(eight)
-        }
+        let eight = _mm256_add_ps(
+            _mm512_castps512_ps256(folded),
+            _mm512_extractf32x8_ps::<1>(folded),
+        );
+        super::avx2::Avx2::add_lanes(eight)
     }
 }

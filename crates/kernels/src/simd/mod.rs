@@ -32,6 +32,9 @@ pub(crate) trait Simd: Copy + 'static {
     const PARTS: usize = STEP / Self::LANES;
     /// Rows of x of a register tile; with four accumulators each, and operands, they fit the registers.
     const TILE_ROWS: usize;
+    /// Whether a widened copy of bf16 values pays when more than one tile uses it: with few rows in a tile, widening
+    /// in registers weighs on every product.
+    const COPIES_BF16: bool;
 
     unsafe fn splat(value: f32) -> Self::V;
     unsafe fn load(from: *const f32) -> Self::V;
@@ -71,11 +74,15 @@ pub(crate) trait Simd: Copy + 'static {
 
 /// Stored elements a kernel widens to f32 exactly.
 pub(crate) trait Element: Copy + 'static {
+    /// Whether loading widens.
+    const NARROW: bool;
     unsafe fn load<S: Simd>(from: *const Self) -> S::V;
     unsafe fn load_part<S: Simd>(from: *const Self, count: usize) -> S::V;
 }
 
 impl Element for f32 {
+    const NARROW: bool = false;
+
     #[inline(always)]
     unsafe fn load<S: Simd>(from: *const Self) -> S::V {
         // SAFETY: the caller's duty.
@@ -91,6 +98,8 @@ impl Element for f32 {
 
 /// bf16 as its bits.
 impl Element for u16 {
+    const NARROW: bool = true;
+
     #[inline(always)]
     unsafe fn load<S: Simd>(from: *const Self) -> S::V {
         // SAFETY: the caller's duty.
@@ -114,7 +123,6 @@ macro_rules! simd_kernel {
         ///
         /// # Safety
         /// That of the kernel it enters.
-        #[allow(clippy::too_many_arguments, reason = "kernels take raw parts")]
         $vis unsafe fn $name(isa: $crate::Isa, $($arg: $type),*) $(-> $result)? {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
@@ -142,6 +150,25 @@ macro_rules! simd_kernel {
     };
 }
 pub(crate) use simd_kernel;
+
+/// Copies `length` values as f32.
+///
+/// # Safety
+/// The processor has the instruction set; both pointers are valid for `length` values.
+#[inline(always)]
+pub(crate) unsafe fn widen<S: Simd, E: Element>(from: *const E, length: usize, to: *mut f32) {
+    let whole = length / S::LANES * S::LANES;
+    // SAFETY: the caller's duty.
+    unsafe {
+        for place in (0..whole).step_by(S::LANES) {
+            S::store(to.add(place), E::load::<S>(from.add(place)));
+        }
+        if whole < length {
+            let tail = E::load_part::<S>(from.add(whole), length - whole);
+            S::store_part(to.add(whole), tail, length - whole);
+        }
+    }
+}
 
 /// [`crate::math::exp`] on vectors, operation by operation.
 ///

@@ -18,10 +18,15 @@ fn widen(bits: u16) -> f32 {
 }
 
 // SAFETY: only loads and stores have needs, and the trait's contract grants them.
+#[expect(
+    unsafe_op_in_unsafe_fn,
+    reason = "the one reason for all bodies stands above"
+)]
 impl Simd for Portable {
     type V = V;
     const LANES: usize = 4;
     const TILE_ROWS: usize = 4;
+    const COPIES_BF16: bool = true;
 
     #[inline(always)]
     unsafe fn splat(value: f32) -> V {
@@ -30,14 +35,14 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn load(from: *const f32) -> V {
-        unsafe { from.cast::<V>().read_unaligned() }
+        from.cast::<V>().read_unaligned()
     }
 
     #[inline(always)]
     unsafe fn load_part(from: *const f32, count: usize) -> V {
         std::array::from_fn(|lane| {
             if lane < count {
-                unsafe { from.add(lane).read_unaligned() }
+                from.add(lane).read_unaligned()
             } else {
                 0.0
             }
@@ -46,7 +51,7 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn load_bf16(from: *const u16) -> V {
-        unsafe { from.cast::<[u16; 4]>().read_unaligned() }.map(widen)
+        from.cast::<[u16; 4]>().read_unaligned().map(widen)
     }
 
     #[inline(always)]
@@ -62,13 +67,13 @@ impl Simd for Portable {
 
     #[inline(always)]
     unsafe fn store(to: *mut f32, v: V) {
-        unsafe { to.cast::<V>().write_unaligned(v) }
+        to.cast::<V>().write_unaligned(v)
     }
 
     #[inline(always)]
     unsafe fn store_part(to: *mut f32, v: V, count: usize) {
         for (lane, value) in v.into_iter().enumerate().take(count) {
-            unsafe { to.add(lane).write_unaligned(value) }
+            to.add(lane).write_unaligned(value)
         }
     }
 

@@ -1,13 +1,7 @@
 //! Made-up inputs and the teams every result must be equal on.
 
-#![allow(
-    dead_code,
-    clippy::allow_attributes,
-    reason = "each test file uses a part"
-)]
-
 use std::sync::LazyLock;
-use twinfer_kernels::{DType, Isa, Matrix, ThreadTeam, bf16};
+use twinfer_kernels::{Isa, ThreadTeam};
 
 /// Every instruction set of this processor with 1 thread and with more.
 pub(crate) fn teams() -> Vec<&'static ThreadTeam> {
@@ -37,15 +31,6 @@ pub(crate) fn values(count: usize, seed: u64) -> Vec<f32> {
             unit * [1.0, 1.0, 0.25, 3.0][(bits & 3) as usize]
         })
         .collect()
-}
-
-pub(crate) fn matrix(n: usize, k: usize, dtype: DType, seed: u64) -> Matrix {
-    let values = values(n * k, seed);
-    match dtype {
-        DType::F32 => Matrix::from_f32(n, k, values),
-        DType::Bf16 => Matrix::from_bf16(n, k, values.into_iter().map(bf16::from_f32).collect()),
-    }
-    .unwrap()
 }
 
 /// Equal bits; any NaN equals any NaN, since hardware may choose another one's payload.
