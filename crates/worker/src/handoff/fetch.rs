@@ -1,7 +1,6 @@
 //! One read of sealed KV over one connection: ask, compare, fill, verify, acknowledge.
 
 use crate::handoff::channel::{ChannelError, Pace, SLICES};
-use crate::handoff::importer::Use;
 use crate::handoff::params::RemoteHandle;
 use crate::handoff::pool::Connection;
 use crate::handoff::seal::{Checksum, Sealed, TokenHash, Units, token_hash, unit_checksum};
@@ -22,7 +21,6 @@ pub(crate) struct Fetch<'a> {
     units: Units,
     token_hash: TokenHash,
     wanted: usize,
-    last: Use,
 }
 
 /// How a fetch over one connection ends badly.
@@ -43,7 +41,6 @@ impl<'a> Fetch<'a> {
         shape: WireGeometry,
         prompt: &[TokenId],
         tokens: u32,
-        last: Use,
     ) -> Result<Self, ApiError> {
         let units = Units::new(geometry, handle.tokens)
             .filter(|units| units.blocks() == handle.blocks.len())
@@ -73,7 +70,6 @@ impl<'a> Fetch<'a> {
             units,
             token_hash: token_hash(covered),
             wanted,
-            last,
         })
     }
 
@@ -110,14 +106,13 @@ impl<'a> Fetch<'a> {
             .collect()
     }
 
-    /// Runs the exchange. Returns whether the acknowledgement went out: without it all is well here, but
-    /// the exporter does not know.
+    /// Runs the exchange up to the last verified unit.
     pub(crate) async fn run(
-        &mut self,
+        &self,
         connection: &mut Connection,
         guards: &mut [BlockWrite<'_>],
         timeout: Duration,
-    ) -> Result<bool, FetchError> {
+    ) -> Result<(), FetchError> {
         let handle = WireHandle::new(self.handle.epoch.0, self.handle.id);
         let answer_by = Instant::now() + connection.patience(timeout);
         let channel = &mut connection.channel;
@@ -163,11 +158,21 @@ impl<'a> Fetch<'a> {
                 }
             }
         }
-        let done = Request::Done {
-            handle,
-            release: self.last == Use::Last,
-        };
-        Ok(channel.send(&done, Instant::now() + timeout).await.is_ok())
+        Ok(())
+    }
+
+    /// Tells the exporter that all has come; with `release`, that nobody else comes. Returns whether that
+    /// went out: if not, all is well here, but the exporter does not know.
+    pub(crate) async fn acknowledge(
+        &self,
+        connection: &mut Connection,
+        release: bool,
+        timeout: Duration,
+    ) -> bool {
+        let handle = WireHandle::new(self.handle.epoch.0, self.handle.id);
+        let done = Request::Done { handle, release };
+        let deadline = Instant::now() + timeout;
+        connection.channel.send(&done, deadline).await.is_ok()
     }
 
     /// Does the answer announce what the handle stands for?

@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
@@ -76,12 +76,13 @@ pub struct FetchReport {
     pub seconds: f64,
 }
 
-/// Is a fetch the last use of a handle?
+/// Does another fetch of the same claim begin after this one?
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
-    /// The prefill instance frees the KV as soon as it is read.
+    /// No: the prefill instance frees the KV as soon as it is read, or, if an earlier fetch still runs
+    /// then, when the claim is dropped.
     Last,
-    /// It is read again (another choice of the same request).
+    /// Maybe (another choice of the same request).
     More,
 }
 
@@ -97,8 +98,14 @@ pub struct Claim {
     importer: Importer,
     handle: Arc<RemoteHandle>,
     number: u64,
+    /// The prefill instance was told that nobody else comes.
     settled: AtomicBool,
+    /// Fetches in progress.
+    running: AtomicU32,
 }
+
+/// Counts a fetch in progress for as long as it lives.
+struct Running<'a>(&'a AtomicU32);
 
 pub(crate) struct Shared {
     pub(crate) config: ImporterConfig,
@@ -189,6 +196,7 @@ impl Importer {
             handle,
             number,
             settled: AtomicBool::new(false),
+            running: AtomicU32::new(0),
         }
     }
 
@@ -314,14 +322,9 @@ impl Claim {
             // Nothing to read; a last use is then a release, sent when the claim is dropped.
             return Ok((0, 0));
         }
-        let mut fetch = Fetch::new(
-            handle,
-            shared.config.geometry,
-            shared.geometry,
-            prompt,
-            tokens,
-            last,
-        )?;
+        let _running = Running::new(&self.running);
+        let (geometry, shape) = (shared.config.geometry, shared.geometry);
+        let fetch = Fetch::new(handle, geometry, shape, prompt, tokens)?;
         let arena = Arc::clone(&shared.config.arena);
         let mut guards = fetch.guards(&arena, blocks)?;
         let mut fresh = false;
@@ -341,13 +344,14 @@ impl Claim {
                 );
                 return Err(ApiError::new(ErrorKind::KvStale, what));
             }
-            let end = fetch
-                .run(&mut connection, &mut guards, shared.config.timeout)
-                .await;
-            match end {
-                Ok(acknowledged) => {
-                    if acknowledged {
-                        self.settled.fetch_or(last == Use::Last, Ordering::Relaxed);
+            let timeout = shared.config.timeout;
+            match fetch.run(&mut connection, &mut guards, timeout).await {
+                Ok(()) => {
+                    // An earlier fetch may not have reached the prefill instance yet.
+                    let alone = self.running.load(Ordering::Relaxed) == 1;
+                    let release = last == Use::Last && alone;
+                    if fetch.acknowledge(&mut connection, release, timeout).await {
+                        self.settled.fetch_or(release, Ordering::Relaxed);
                         shared.pool.keep(connection);
                     }
                     return Ok((fetch.payload(), fetch.blocks()));
@@ -364,6 +368,19 @@ impl Claim {
                 Err(FetchError::Wrong(error)) => return Err(error),
             }
         }
+    }
+}
+
+impl<'a> Running<'a> {
+    fn new(count: &'a AtomicU32) -> Self {
+        count.fetch_add(1, Ordering::Relaxed);
+        Self(count)
+    }
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

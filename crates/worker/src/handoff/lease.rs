@@ -89,6 +89,13 @@ struct Lease<T> {
     ended: Option<Gone>,
 }
 
+impl Pin {
+    /// A pin is good for one end.
+    fn spend(self) -> u64 {
+        self.generation
+    }
+}
+
 impl Gone {
     /// Word for messages.
     pub(crate) fn name(self) -> &'static str {
@@ -179,7 +186,7 @@ impl<T> LeaseTable<T> {
     /// Ends a read. With `release` the reader has all it wants and nobody else is to come. Returns
     /// the item when it became free.
     pub(crate) fn end_read(&mut self, now: Duration, pin: Pin, release: bool) -> Option<T> {
-        let Pin { generation } = pin;
+        let generation = pin.spend();
         let lease = self.leases.get_mut(&generation)?;
         lease.readers = lease.readers.saturating_sub(1);
         self.readers = self.readers.saturating_sub(1);

@@ -1,9 +1,13 @@
 //! What arrives is what was sealed, in every shape; and what a good transfer leaves behind.
 
-use crate::support::{BLOCKS, Decode, Memory, Options, Prefill, eventually, prompt, seed};
+use crate::proxy::{Fault, Proxy};
+use crate::support::{
+    BLOCKS, Decode, Memory, Options, Prefill, eventually, prompt, redirect, seed,
+};
 use proptest::prelude::*;
 use std::collections::HashSet;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 use twinfer_engine::{HeldKv, KvGeometry, RequestId};
 use twinfer_protocol::{ErrorKind, Fingerprint, KvRelease, KvTransferParams};
@@ -150,6 +154,40 @@ async fn several_choices_read_one_handle_and_the_last_one_out_releases_it() {
         1,
         "a further choice may come"
     );
+    drop(claim);
+    assert_eq!(prefill.freed(1).await, [0]);
+    prefill.is_idle().await;
+}
+
+#[tokio::test]
+async fn the_last_of_concurrent_fetches_does_not_take_the_kv_from_the_others() {
+    let options = Options::default();
+    let (prefill, decode) = (Prefill::start(&options).await, Decode::start(&options));
+    // The first fetch is slow to ask: its connection goes a long way.
+    let pause = Fault::Slow(Duration::from_millis(60), 4);
+    let proxy = Proxy::start(prefill.addr(), Vec::new(), vec![pause]).await;
+    let prompt = prompt(1, 9);
+    let params = redirect(&prefill.hold(&prompt, &[0, 1, 2]).await, proxy.addr);
+    let claim = decode
+        .importer
+        .claim(decode.importer.check(&params).unwrap());
+    let slow = claim.fetch(&prompt, &[0, 1, 2], 8, Use::More);
+    let quick = async {
+        // The slow one has the connection that is slow.
+        eventually("it dials", || proxy.connections.load(Relaxed) == 1).await;
+        let fetched = claim.fetch(&prompt, &[3, 4, 5], 8, Use::Last).await;
+        assert_eq!(
+            prefill.exporter.stats().leases,
+            1,
+            "the other one is still to come"
+        );
+        fetched
+    };
+    let (slow, quick) = tokio::join!(slow, quick);
+    slow.unwrap();
+    quick.unwrap();
+    assert!(decode.memory.holds(&[0, 1, 2], 8, seed(&prompt)));
+    assert!(decode.memory.holds(&[3, 4, 5], 8, seed(&prompt)));
     drop(claim);
     assert_eq!(prefill.freed(1).await, [0]);
     prefill.is_idle().await;
