@@ -284,9 +284,9 @@ impl Exchange {
                 self.finished();
                 Either::Left(Full::new(bytes))
             }
-            Answer::Stream { start, rest } => {
+            Answer::Stream(begun) => {
                 let idle = self.shared.times.idle;
-                Either::Right(Relay::new(start, rest, idle, self))
+                Either::Right(Relay::new(begun.start, begun.rest, idle, self))
             }
         };
         let mut response = Response::new(body);

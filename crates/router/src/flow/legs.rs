@@ -37,8 +37,8 @@ pub(super) struct Started {
 pub(super) enum Answer {
     /// All of it.
     Whole(Bytes),
-    /// What has come, and the rest.
-    Stream { start: Start, rest: UpstreamBody },
+    /// A stream that has begun.
+    Stream(Box<Begun>),
 }
 
 /// The prefill leg, with a last look when it is dropped.
@@ -68,6 +68,12 @@ impl<F: Future<Output = Result<Option<Handle>, LegError>>> Drop for LastLook<'_,
             self.releaser.release(&handle);
         }
     }
+}
+
+/// What has come of a stream, and the rest.
+pub(super) struct Begun {
+    pub(super) start: Start,
+    pub(super) rest: UpstreamBody,
 }
 
 impl Exchange {
@@ -200,10 +206,7 @@ impl Exchange {
                 return Err(nonsense("ended its stream before the first event"));
             };
             if encoded {
-                return Ok(Answer::Stream {
-                    start: Start::Opaque(piece),
-                    rest: source,
-                });
+                return Ok(begun(Start::Opaque(piece), source));
             }
             parser.push(piece);
             let event = parser
@@ -215,10 +218,7 @@ impl Exchange {
                 .and_then(|data| LegError::first_event(Side::Decode, &instance.name(), &data));
             return match error {
                 Some(error) => Err(error),
-                None => Ok(Answer::Stream {
-                    start: Start::Events(event, parser),
-                    rest: source,
-                }),
+                None => Ok(begun(Start::Events(event, parser), source)),
             };
         }
     }
@@ -290,4 +290,8 @@ fn is_event_stream(headers: &HeaderMap) -> bool {
     headers
         .get(CONTENT_TYPE)
         .is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"))
+}
+
+fn begun(start: Start, rest: UpstreamBody) -> Answer {
+    Answer::Stream(Box::new(Begun { start, rest }))
 }

@@ -27,14 +27,6 @@ pub(super) struct Connection {
     idle_since: Option<Instant>,
 }
 
-/// What became of a request.
-pub(super) enum Sent {
-    /// Its head is there.
-    Answer(Response<UpstreamBody>),
-    /// The connection broke before; why.
-    Broken(String),
-}
-
 /// The body of an answer, with the connection that brings it. At its end the connection goes back to
 /// the pool; dropped before, it is closed.
 pub(crate) struct UpstreamBody {
@@ -71,13 +63,14 @@ impl Connection {
         self.driver.as_mut().poll(&mut cx).is_pending() && self.sender.is_ready()
     }
 
-    /// Sends a request, and returns when the head of the answer is there.
+    /// Sends a request, and returns when the head of the answer is there; the error says how the
+    /// connection broke before.
     pub(super) async fn send(
         mut self,
         request: Request<Full<Bytes>>,
         pool: &Arc<Pool>,
         home: &Endpoint,
-    ) -> Sent {
+    ) -> Result<Response<UpstreamBody>, String> {
         // A new connection takes a request once it was polled.
         let driver = &mut self.driver;
         let sender = &mut self.sender;
@@ -88,7 +81,7 @@ impl Connection {
             sender.poll_ready(cx).map(|ready| ready.is_ok())
         });
         if !ready.await {
-            return Sent::Broken("closed by the peer".to_owned());
+            return Err("closed by the peer".to_owned());
         }
         let answer = {
             let mut answer = pin!(self.sender.send_request(request));
@@ -104,13 +97,13 @@ impl Connection {
             .await
         };
         match answer {
-            Some(Ok(answer)) => Sent::Answer(answer.map(|incoming| UpstreamBody {
+            Some(Ok(answer)) => Ok(answer.map(|incoming| UpstreamBody {
                 incoming,
                 connection: Some(self),
                 home: (Arc::clone(pool), home.clone()),
             })),
-            Some(Err(error)) => Sent::Broken(innermost(&error)),
-            None => Sent::Broken("closed by the peer".to_owned()),
+            Some(Err(error)) => Err(innermost(&error)),
+            None => Err("closed by the peer".to_owned()),
         }
     }
 }

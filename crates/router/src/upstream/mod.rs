@@ -7,7 +7,6 @@ mod pool;
 pub(crate) use conn::UpstreamBody;
 
 use bytes::Bytes;
-use conn::Sent;
 use http::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, HOST};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::Full;
@@ -138,11 +137,11 @@ impl Upstream {
                 }
             };
             match sent {
-                Sent::Answer(answer) => return Ok(answer),
+                Ok(answer) => return Ok(answer),
                 // An idle connection may be closed by its peer just when a request is sent on it. The
                 // request was not begun then; on a fresh connection there is no such excuse.
-                Sent::Broken(_) if reused => {}
-                Sent::Broken(reason) => {
+                Err(_) if reused => {}
+                Err(reason) => {
                     return Err(TransportError::Broken {
                         peer: peer(),
                         reason,

@@ -2,8 +2,9 @@
 
 use crate::common::{LIMIT, Router, fake, quick, start, wait};
 use serde_json::{Value, json};
+use std::time::Duration;
 use twinfer_bench::fake::{
-    Dialect, FakeConfig, FakeFault, FakeWorker, FaultKind, RecordedRequest, Role,
+    Dialect, FakeConfig, FakeFault, FakeWorker, FaultKind, RecordedRequest, Role, Script,
 };
 use twinfer_config::{RouterConfig, WithoutPrefill};
 
@@ -15,43 +16,42 @@ fn inference(worker: &FakeWorker) -> Vec<RecordedRequest> {
         .collect()
 }
 
-fn without_times(mut value: Value) -> Value {
-    value["created"] = json!(0);
-    value["id"] = json!("ID");
-    value
-}
-
-/// The exchange of the public P/D proxy with MooncakeConnectorV1 of vLLM-Ascend 0.20.2: what the
-/// client sends, what each leg gets, what the client gets.
+/// The exchange of the public prefill-first proxy with vLLM-Ascend 0.20.2, replayed: each leg gets the
+/// body that the proxy sends, the client gets decode's bytes.
 #[tokio::test]
 async fn both_legs_get_what_the_public_proxy_sends_to_vllm_ascend() {
-    let prefill = start(FakeConfig {
+    let path = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../testdata/transcripts/completions-p-first.json"
+    );
+    let text = std::fs::read_to_string(path).expect("the transcript");
+    let transcript: Value = serde_json::from_str(&text).expect("JSON");
+    let model = |role| FakeConfig {
         model: "ds_r1".to_owned(),
-        kv_host: "192.0.0.1".to_owned(),
-        kv_port: 36008,
-        kv_tp_size: 8,
-        ..fake(Role::Prefill, Dialect::VllmAscend)
-    })
-    .await;
-    let decode = start(FakeConfig {
-        model: "ds_r1".to_owned(),
-        tokens: 3,
-        ..fake(Role::Decode, Dialect::VllmAscend)
-    })
-    .await;
+        ..fake(role, Dialect::VllmAscend)
+    };
+    let (prefill, decode) = (
+        start(model(Role::Prefill)).await,
+        start(model(Role::Decode)).await,
+    );
     let router = Router::ready(quick(&[&prefill], &[&decode])).await;
-    let ask = json!({"model": "ds_r1", "prompt": "Who are you?", "max_tokens": 64, "temperature": 0, "stream": true,
-        "stream_options": {"include_usage": true}});
+    // With white space, so that a handle that is written anew differs from one that is passed on.
+    let prefill_answer = serde_json::to_string_pretty(&transcript["prefill_answer"]).expect("JSON");
+    prefill.script([whole("application/json", &prefill_answer)]);
+    let events = transcript["decode_events"].as_array().expect("events");
+    let mut stream: String = events
+        .iter()
+        .map(|event| format!("data: {event}\n\n"))
+        .collect();
+    stream.push_str("data: [DONE]\n\n");
+    decode.script([whole("text/event-stream; charset=utf-8", &stream)]);
+    let ask = transcript["client_request"].to_string();
+    let headers = [
+        ("content-type", "application/json"),
+        ("authorization", "Bearer of-the-client"),
+    ];
     let answer = router
-        .send(
-            "POST",
-            "/v1/completions",
-            &[
-                ("content-type", "application/json"),
-                ("authorization", "Bearer of-the-client"),
-            ],
-            ask.to_string().as_bytes(),
-        )
+        .send("POST", "/v1/completions", &headers, ask.as_bytes())
         .await;
 
     let [to_prefill] = inference(&prefill)
@@ -60,15 +60,29 @@ async fn both_legs_get_what_the_public_proxy_sends_to_vllm_ascend() {
     let [to_decode] = inference(&decode)
         .try_into()
         .expect("one request to decode");
-    assert_eq!(
-        to_prefill.json(),
-        json!({"model": "ds_r1", "prompt": "Who are you?", "max_tokens": 1, "min_tokens": 1, "temperature": 0,
-            "stream": false, "kv_transfer_params": {"do_remote_decode": true, "do_remote_prefill": false,
-                "remote_engine_id": null, "remote_block_ids": null, "remote_host": null, "remote_port": null}})
-    );
+    let mut expected = transcript["prefill_request"].clone();
+    // A list of that release's proxy, empty here; later ones have dropped it.
+    expected["kv_transfer_params"]
+        .as_object_mut()
+        .expect("an object")
+        .remove("aborted_request");
+    assert_eq!(to_prefill.json(), expected);
+    let (_, handle) = prefill_answer
+        .split_once("\"kv_transfer_params\": ")
+        .expect("a handle");
+    let handle = handle
+        .trim_end()
+        .strip_suffix('}')
+        .expect("the end")
+        .trim_end();
+    let body = String::from_utf8(to_decode.body.to_vec()).expect("UTF-8");
+    let rest = ask.strip_suffix('}').expect("an object");
+    assert_eq!(body, format!("{rest},\"kv_transfer_params\":{handle}}}"));
+
     let id = to_prefill.header("x-request-id").expect("an id");
     assert_eq!(to_decode.header("x-request-id"), Some(id));
-    assert_eq!(uuid_of(id), id, "a fresh UUID");
+    let parts: Vec<usize> = id.split('-').map(str::len).collect();
+    assert_eq!(parts, [8, 4, 4, 4, 12], "a UUID of the router: {id}");
     for request in [&to_prefill, &to_decode] {
         assert_eq!(
             request.header("authorization"),
@@ -76,45 +90,30 @@ async fn both_legs_get_what_the_public_proxy_sends_to_vllm_ascend() {
             "the client's key stays here"
         );
         assert_eq!(request.path, "/v1/completions");
+        assert_eq!(request.header("content-type"), Some("application/json"));
     }
-    let mut expected = ask.clone();
-    expected["kv_transfer_params"] = json!({"do_remote_prefill": true, "do_remote_decode": false,
-        "remote_block_ids": [17], "remote_engine_id": to_decode.json()["kv_transfer_params"]["remote_engine_id"],
-        "remote_request_id": to_decode.json()["kv_transfer_params"]["remote_request_id"],
-        "remote_host": "192.0.0.1", "remote_port": 36008, "remote_pcp_size": 1, "remote_dcp_size": 1,
-        "remote_ptp_size": 8, "last_token_id": 306, "remote_multi_nodes_meta_mapping": {}, "num_prompt_blocks": 1});
-    assert_eq!(to_decode.json(), expected);
     assert_eq!(
-        prefill.held(),
-        vec![
-            to_decode.json()["kv_transfer_params"]["remote_request_id"]
-                .as_str()
-                .expect("an id")
-        ]
+        (answer.status, answer.whole, answer.text()),
+        (200, true, stream)
     );
-
-    assert_eq!((answer.status, answer.whole), (200, true));
     assert_eq!(
         answer.header("content-type"),
         Some("text/event-stream; charset=utf-8")
     );
     assert_eq!(answer.header("x-twinfer-request-id"), Some(id));
     assert_eq!(answer.header("x-twinfer-decision"), Some("pair"));
-    let events = answer.events();
-    assert_eq!(events.len(), 5, "{events:?}");
-    let first = without_times(serde_json::from_str(&events[0]).expect("JSON"));
-    let choice = json!({"index": 0, "text": " tok0", "logprobs": null, "finish_reason": null, "stop_reason": null});
-    assert_eq!(
-        first,
-        json!({"id": "ID", "object": "text_completion", "created": 0, "model": "ds_r1", "choices": [choice], "usage": null})
-    );
-    assert_eq!(events[4], "[DONE]");
 }
 
-fn uuid_of(text: &str) -> String {
-    let parts: Vec<usize> = text.split('-').map(str::len).collect();
-    assert_eq!(parts, [8, 4, 4, 4, 12], "{text}");
-    text.to_ascii_lowercase()
+fn whole(content_type: &str, body: &str) -> Script {
+    let head = format!(
+        "HTTP/1.1 200 OK\r\ncontent-type: {content_type}\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    Script::Raw {
+        pieces: vec![head.into(), body.to_owned().into()],
+        gap: Duration::ZERO,
+        close: false,
+    }
 }
 
 /// C3.6: values of the client reach decode byte for byte; prefill gets one token by every limit.
