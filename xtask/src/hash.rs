@@ -13,7 +13,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 const PROMPTS: u64 = 200;
 const LONGEST: u64 = 600;
-const OUTPUT: u32 = 12;
+const OUTPUT: u32 = 40;
 
 /// Which matrix.
 #[derive(clap::Args)]
@@ -106,7 +106,7 @@ const LOCAL: &[Local] = &[
         threads: 1,
         sequences: 32,
         chunk: 256,
-        blocks: 100,
+        blocks: 90,
     },
 ];
 
