@@ -263,7 +263,7 @@ async fn every_command_of_the_pages_works() {
                 ["twinfer", "fake", ..] => {
                     shell.serve(&command, port_of(&command), "/health").await
                 }
-                ["twinfer", ..] | ["curl", ..] => shell.run(&command),
+                ["twinfer" | "curl" | "export", ..] => shell.run(&command),
                 _ => panic!("{}: {command:?} is run by no test", page.display()),
             }
         }
