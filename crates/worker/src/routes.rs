@@ -55,8 +55,6 @@ async fn chat_completions(State(app): State<Arc<App>>, request: Request) -> Resp
 
 async fn generate(app: &Arc<App>, kind: Kind, request: Request) -> Result<Response, ApiError> {
     let arrived = Instant::now();
-    // Keeps the drain waiting for what a prefill leg leaves behind.
-    let guard = app.drain.enter().ok();
     let (caller, instance, headers, body) = begin(app, request).await?;
     let mut prepared = if kind == Kind::Completion && body.len() <= INLINE_BYTES {
         prepare(&instance, kind, &body, caller)?
@@ -84,16 +82,17 @@ async fn generate(app: &Arc<App>, kind: Kind, request: Request) -> Result<Respon
         ..
     } = prepared;
     tracing::debug!(request = %name.log, ids = ?requests.first().map(|r| r.request.id.0), "admitted");
+    // Keeps the drain waiting for the KV that a prefill leg leaves behind.
+    let left_behind = matches!(leg, Leg::Prefill).then(|| app.drain.enter().ok());
     let generation = submission.submit(requests, arrived).await?;
     // The fetches hold the claim as long as they need it.
-    let prefill = matches!(leg, Leg::Prefill);
     drop(leg);
     if stream {
         return answer.stream(generation).await;
     }
     let mut outcome = answer.collect(generation).await?;
-    let params = match outcome.take_held() {
-        Some((held, last)) if prefill => Some(
+    let params = match (outcome.take_held(), left_behind) {
+        (Some((held, last)), Some(guard)) => Some(
             instance
                 .handoff
                 .export(held, answer.first_prompt(), last, guard)

@@ -286,7 +286,10 @@ impl EngineThread {
                 }
             }
             Event::KvFetch { id, blocks, tokens } => {
-                let claim = self.entries.get(&id).and_then(|entry| entry.claim.clone());
+                let claim = self
+                    .entries
+                    .get_mut(&id)
+                    .and_then(|entry| entry.claim.take());
                 let sent = claim.is_some_and(|claim| {
                     self.fetches
                         .try_send(Fetch::Start {

@@ -236,16 +236,17 @@ async fn a_full_queue_refuses_at_once_and_counts_choices() {
     );
 }
 
-async fn ends(fault: impl FnMut(usize) -> Result<(), ExecError> + Send + 'static, reason: &str) {
-    let mut fault = fault;
-    let armed = Arc::new(AtomicBool::new(false));
-    let arm = Arc::clone(&armed);
-    let before_step = move |works| {
-        if arm.load(Ordering::SeqCst) {
-            fault(works)
-        } else {
-            Ok(())
+/// Lets a stream begin, then makes the engine fail in the middle of it.
+async fn ends(mut fault: impl FnMut() -> Result<(), ExecError> + Send + 'static, reason: &str) {
+    let (arm, armed) = sync_channel::<()>(1);
+    let mut steps = 0;
+    let before_step = move |_| {
+        steps += 1;
+        if steps <= WARM_UP + 5 {
+            return Ok(());
         }
+        let _ = armed.recv_timeout(LIMIT);
+        fault()
     };
     let mut server = Server::start(Options {
         before_step: Some(Box::new(before_step)),
@@ -267,8 +268,9 @@ async fn ends(fault: impl FnMut(usize) -> Result<(), ExecError> + Send + 'static
             .post(PATH, &json!({"prompt": "cd", "max_tokens": 400}))
             .await
     });
+    until("both are in flight", async || server.drain.in_flight() == 2).await;
     let start = Instant::now();
-    armed.store(true, Ordering::SeqCst);
+    arm.send(()).unwrap();
     let rest = stream.whole().await.text();
     let (before, last) = rest.trim_end().rsplit_once("\n\n").unwrap();
     assert_eq!(last, "data: [DONE]");
@@ -294,17 +296,13 @@ async fn ends(fault: impl FnMut(usize) -> Result<(), ExecError> + Send + 'static
 /// C8.3.
 #[tokio::test]
 async fn an_engine_that_fails_ends_everything_with_an_error() {
-    ends(
-        |_| Err(ExecError::Thread("it is gone".into())),
-        "it is gone",
-    )
-    .await;
+    ends(|| Err(ExecError::Thread("it is gone".into())), "it is gone").await;
 }
 
 /// C8.3.
 #[tokio::test]
 async fn an_engine_that_panics_ends_everything_with_an_error() {
-    ends(|_| panic!("a bug in a kernel"), "a bug in a kernel").await;
+    ends(|| panic!("a bug in a kernel"), "a bug in a kernel").await;
 }
 
 /// A step that neither ends nor makes progress is found by the watch; the thread itself is stuck.
