@@ -14,6 +14,7 @@ mod up;
 use crate::args::{Cli, Command};
 use crate::exit::{Code, Failure, Outcome};
 use crate::output;
+use twinfer_deploy::CoreSet;
 
 /// Runs what was typed.
 pub(crate) fn run(cli: Cli) -> Outcome {
@@ -45,4 +46,23 @@ pub(crate) fn follow_supervisor() -> Outcome {
     })?;
     twinfer_sys::set_parent_death_signal(parent)
         .map_err(|error| Failure::failed(format!("{name}: {error}")))
+}
+
+/// More threads than cores contradict each other: threads that share a core wait for each other.
+fn check_threads(threads: Option<u32>, cpus: Option<&str>) -> Outcome {
+    let Some(cpus) = cpus else { return Ok(()) };
+    let cores = CoreSet::parse(cpus)
+        .map_err(|error| Failure::new(Code::Usage, format!("--cpus: {error}")))?
+        .0
+        .len();
+    match threads {
+        Some(threads) if threads as usize > cores => {
+            let noun = if cores == 1 { "core" } else { "cores" };
+            Err(Failure::new(
+                Code::Usage,
+                format!("--threads is {threads}, but --cpus names {cores} {noun}"),
+            ))
+        }
+        _ => Ok(()),
+    }
 }

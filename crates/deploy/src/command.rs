@@ -4,10 +4,11 @@
 use crate::CoreSet;
 use crate::diagnostic::Diagnostic;
 use crate::load::Deployment;
+use crate::plan::Checks;
 use crate::resolve::Draft;
 use crate::source::steps;
-use clap::Args;
 use clap::error::{ContextKind, ContextValue};
+use clap::{Args, FromArgMatches};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -24,6 +25,7 @@ pub(crate) fn serve(
     model: &Path,
     served_model_name: &str,
     pd_peers: &[String],
+    checks: Checks<'_>,
     found: &mut Vec<Diagnostic>,
 ) -> Vec<String> {
     let handoff = &deployment.file.handoff;
@@ -64,13 +66,16 @@ pub(crate) fn serve(
     if draft.port != 0 && !draft.cores.is_empty() {
         let command = ServeConfig::augment_args(clap::Command::new("serve").no_binary_name(true));
         let prefix = format!("instances[{}]", draft.group);
-        verify(
-            command,
-            &line.words[2..],
-            &prefix,
-            |flag| deployment.wrong(steps!["instances", draft.group, flag], String::new(), None),
-            found,
-        );
+        let at = |flag: &str| {
+            deployment.wrong(steps!["instances", draft.group, flag], String::new(), None)
+        };
+        let matches = verify(command, &line.words[2..], &prefix, at, found);
+        let config = matches.and_then(|matches| ServeConfig::from_arg_matches(&matches).ok());
+        if let (Some(config), Some(check)) = (config, checks.serve)
+            && let Err(reason) = check(&config)
+        {
+            found.push(refused(&reason, &prefix, at));
+        }
     }
     line.words
 }
@@ -79,14 +84,14 @@ pub(crate) fn serve(
 pub(crate) fn router(
     deployment: &Deployment,
     host: &str,
-    instances: [(&str, Vec<String>); 3],
+    instances: &[(&str, Vec<String>); 3],
     found: &mut Vec<Diagnostic>,
 ) -> Vec<String> {
     let spec = &deployment.file.router;
     let mut line = Line::new("router");
     line.flag("--host", host);
     line.flag("--port", &spec.port.to_string());
-    for (flag, urls) in &instances {
+    for (flag, urls) in instances {
         for url in urls {
             line.flag(flag, url);
         }
@@ -177,9 +182,10 @@ fn verify(
     prefix: &str,
     at: impl Fn(&str) -> Diagnostic,
     found: &mut Vec<Diagnostic>,
-) {
-    let Err(error) = command.try_get_matches_from_mut(words) else {
-        return;
+) -> Option<clap::ArgMatches> {
+    let error = match command.try_get_matches_from_mut(words) {
+        Ok(matches) => return Some(matches),
+        Err(error) => error,
     };
     let text = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.clone()),
@@ -209,4 +215,18 @@ fn verify(
         .map(|values| format!("allowed: {values}"))
         .or_else(|| std::error::Error::source(&error).map(ToString::to_string));
     found.push(diagnostic);
+    None
+}
+
+/// What the process itself would refuse: `FLAG is VALUE; what is allowed`.
+fn refused(reason: &str, prefix: &str, at: impl Fn(&str) -> Diagnostic) -> Diagnostic {
+    let flag = reason.split(' ').next().unwrap_or_default();
+    let mut diagnostic = at(flag);
+    let (message, help) = match reason.split_once("; ") {
+        Some((message, help)) => (message, Some(help.to_owned())),
+        None => (reason, None),
+    };
+    diagnostic.message = format!("{prefix}.{message}");
+    diagnostic.help = help;
+    diagnostic
 }

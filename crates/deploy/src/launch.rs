@@ -107,7 +107,7 @@ pub async fn up(
             if let Action::Finish(ended) = action {
                 return run.finish(&ended).await;
             }
-            events.extend(run.act(action));
+            events.extend(run.act(&action));
         }
         if pending > 0 {
             pending -= 1;
@@ -168,14 +168,14 @@ struct Run<'p> {
 }
 
 impl Run<'_> {
-    fn act(&mut self, action: Action) -> Option<Event> {
+    fn act(&mut self, action: &Action) -> Option<Event> {
         match action {
-            Action::Start(child) => match self.start(child) {
+            &Action::Start(child) => match self.start(child) {
                 Ok(()) => None,
                 Err(error) => Some(Event::StartFailed(child, error.to_string())),
             },
-            Action::Terminate(child) => self.signal(child, Signal::TERM),
-            Action::Kill(child) => self.signal(child, Signal::KILL),
+            &Action::Terminate(child) => self.signal(child, Signal::TERM),
+            &Action::Kill(child) => self.signal(child, Signal::KILL),
             Action::Ready => {
                 // The one who waits for it may have gone.
                 let _ = self.ready.take().map(|ready| ready.send(()));

@@ -28,5 +28,7 @@ pub use file::{
 pub use launch::{SUPERVISOR_ENV, UpError, UpOptions, random_key, reachable_router_url, up};
 pub use load::{Deployment, LoadError};
 pub use logs::LogStyle;
-pub use plan::{Facts, Plan, PlannedInstance, PlannedRouter, PlannedVariable, shell_line};
+pub use plan::{
+    Checks, Facts, Plan, PlannedInstance, PlannedRouter, PlannedVariable, ServeCheck, shell_line,
+};
 pub use resolve::resolve;

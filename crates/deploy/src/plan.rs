@@ -17,6 +17,17 @@ pub struct Facts {
     pub model_problem: Option<String>,
 }
 
+/// What the processes themselves would refuse, known before they are started. Messages begin with the
+/// name of the flag.
+#[derive(Clone, Copy, Default)]
+pub struct Checks<'a> {
+    /// Checks the configuration of an instance.
+    pub serve: Option<&'a ServeCheck>,
+}
+
+/// Checks the configuration of an instance; the message begins with the name of the flag.
+pub type ServeCheck = dyn Fn(&twinfer_config::ServeConfig) -> Result<(), String>;
+
 /// The whole plan.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Plan {

@@ -5,7 +5,7 @@ use crate::cores::{self, Ask};
 use crate::diagnostic::{Diagnostic, Diagnostics};
 use crate::file::{InstanceSpec, NodeSpec, OneOrList};
 use crate::load::Deployment;
-use crate::plan::{Facts, Plan, PlannedInstance, PlannedRouter, PlannedVariable, address};
+use crate::plan::{Checks, Facts, Plan, PlannedInstance, PlannedRouter, PlannedVariable, address};
 use crate::source::{Step, steps};
 use crate::{command, ports};
 use std::collections::BTreeMap;
@@ -26,7 +26,11 @@ pub(crate) struct Draft<'d> {
 }
 
 /// Resolves a deployment. All mistakes are told at once.
-pub fn resolve(deployment: &Deployment, facts: &Facts) -> Result<Plan, Diagnostics> {
+pub fn resolve(
+    deployment: &Deployment,
+    facts: &Facts,
+    checks: Checks<'_>,
+) -> Result<Plan, Diagnostics> {
     let file = &deployment.file;
     let mut found = Vec::new();
     if let Some(problem) = &facts.model_problem {
@@ -87,6 +91,7 @@ pub fn resolve(deployment: &Deployment, facts: &Facts) -> Result<Plan, Diagnosti
                 &model,
                 &served_model_name,
                 &pd_peers,
+                checks,
                 &mut found,
             ),
         })
@@ -117,7 +122,7 @@ pub fn resolve(deployment: &Deployment, facts: &Facts) -> Result<Plan, Diagnosti
         command: command::router(
             deployment,
             &router_host,
-            [
+            &[
                 ("--prefill", urls(Role::Prefill).collect()),
                 ("--decode", urls(Role::Decode).collect()),
                 ("--worker", urls(Role::Both).collect()),

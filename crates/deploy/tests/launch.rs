@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{oneshot, watch};
-use twinfer_deploy::{Deployment, LogStyle, Plan, UpError, UpOptions, local_facts, resolve, up};
+use twinfer_deploy::{
+    Checks, Deployment, LogStyle, Plan, UpError, UpOptions, local_facts, resolve, up,
+};
 
 fn main() {
     let arguments: Vec<String> = std::env::args().collect();
@@ -96,7 +98,7 @@ impl Case {
             port + 3,
         );
         let deployment = Deployment::parse("case", &text, folder.path()).unwrap();
-        let plan = resolve(&deployment, &local_facts(&deployment)).unwrap();
+        let plan = resolve(&deployment, &local_facts(&deployment), Checks::default()).unwrap();
         Self { folder, plan }
     }
 

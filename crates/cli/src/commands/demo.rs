@@ -17,8 +17,7 @@ use std::pin::pin;
 use std::time::Duration;
 use tokio::sync::{oneshot, watch};
 use twinfer_deploy::{
-    Deployment, LogStyle, OneOrList, Plan, UpOptions, local_facts, random_key,
-    reachable_router_url, resolve,
+    Deployment, LogStyle, OneOrList, Plan, UpOptions, random_key, reachable_router_url,
 };
 use twinfer_protocol::{API_KEY_ENV, DECODE_HEADER, PREFILL_HEADER, Role};
 
@@ -74,7 +73,7 @@ fn demo_plan(port: u16, model: &Path) -> Result<Plan, Failure> {
             Some(OneOrList::One(nth(2).ok_or_else(wrong)?))
         };
     }
-    resolve(&deployment, &local_facts(&deployment)).map_err(|wrong| plan::diagnostics(&wrong))
+    plan::for_this_machine(&deployment).map_err(|wrong| plan::diagnostics(&wrong))
 }
 
 async fn show(args: &DemoArgs, plan: &Plan) -> Outcome {
@@ -278,7 +277,8 @@ mod tests {
             faults(question, &good(question), &plan),
             Vec::<String>::new()
         );
-        let cases: [(&str, fn(&mut Answer)); 8] = [
+        type Spoil = fn(&mut Answer);
+        let cases: [(&str, Spoil); 8] = [
             ("expected", |answer| answer.text.push('x')),
             ("x-twinfer-prefill", |answer| answer.prefill = None),
             ("x-twinfer-prefill is \"decode\"", |answer| {

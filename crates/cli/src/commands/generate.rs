@@ -20,6 +20,7 @@ use twinfer_text::{ChatTemplate, Tokenizer};
 
 pub(crate) fn run(config: &GenerateConfig) -> Outcome {
     logging::start(config.log_format);
+    super::check_threads(config.threads, config.cpus.as_deref())?;
     let is_jsonl = |path: &Path| {
         path.extension()
             .is_some_and(|extension| extension == "jsonl")

@@ -2,7 +2,8 @@ use crate::args::PlanArgs;
 use crate::exit::{Code, Failure, Outcome};
 use crate::output;
 use std::path::Path;
-use twinfer_deploy::{Deployment, Diagnostics, LoadError, Plan, local_facts, resolve};
+use twinfer_config::ServeConfig;
+use twinfer_deploy::{Checks, Deployment, Diagnostics, LoadError, Plan, local_facts, resolve};
 
 pub(crate) fn run(args: &PlanArgs) -> Outcome {
     let plan = load(&args.file)?;
@@ -19,7 +20,20 @@ pub(crate) fn load(file: &Path) -> Result<Plan, Failure> {
         LoadError::Wrong(wrong) => diagnostics(&wrong),
         LoadError::Io { .. } => Failure::new(Code::Config, error),
     })?;
-    resolve(&deployment, &local_facts(&deployment)).map_err(|wrong| diagnostics(&wrong))
+    for_this_machine(&deployment).map_err(|wrong| diagnostics(&wrong))
+}
+
+/// Resolves for this machine, with the instances' own checks.
+pub(crate) fn for_this_machine(deployment: &Deployment) -> Result<Plan, Diagnostics> {
+    let serve =
+        |config: &ServeConfig| twinfer_worker::validate(config).map_err(|error| error.to_string());
+    resolve(
+        deployment,
+        &local_facts(deployment),
+        Checks {
+            serve: Some(&serve),
+        },
+    )
 }
 
 /// A file's mistakes, and the exit code for them.

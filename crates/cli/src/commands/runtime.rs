@@ -12,10 +12,10 @@ pub(crate) fn single() -> Result<Runtime, Failure> {
     Builder::new_current_thread()
         .enable_all()
         .build()
-        .map_err(failed)
+        .map_err(|error| failed(&error))
 }
 
-fn failed(error: std::io::Error) -> Failure {
+fn failed(error: &std::io::Error) -> Failure {
     Failure::new(
         Code::Internal,
         format!("the asynchronous runtime cannot start: {error}"),
@@ -68,7 +68,7 @@ pub(crate) fn several() -> Result<Runtime, Failure> {
         .worker_threads(HTTP_THREADS)
         .enable_all()
         .build()
-        .map_err(failed)
+        .map_err(|error| failed(&error))
 }
 
 /// Ends a runtime without waiting for what cannot be ended.

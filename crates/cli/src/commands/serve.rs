@@ -9,6 +9,7 @@ use twinfer_worker::{ExitClass, Hooks, LoadProgress, ServeError, pin_process};
 pub(crate) fn run(args: ServeArgs) -> Outcome {
     let config = args.config;
     logging::start(config.log_format);
+    super::check_threads(config.threads, config.cpus.as_deref())?;
     // Before any thread is made: they inherit it.
     pin_process(&config).map_err(|error| failure(&error))?;
     let bar = progress::Bar::bytes("loading");

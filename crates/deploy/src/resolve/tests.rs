@@ -13,7 +13,7 @@ fn facts(cores: u32) -> Facts {
 fn plan(text: &str, cores: u32) -> Result<Plan, String> {
     let deployment = Deployment::parse("deploy.yaml", text, Path::new("/x"))
         .map_err(|wrong| wrong.to_string())?;
-    resolve(&deployment, &facts(cores)).map_err(|wrong| wrong.to_string())
+    resolve(&deployment, &facts(cores), Checks::default()).map_err(|wrong| wrong.to_string())
 }
 
 const PAIR: &str = "model: {path: m, name: demo}\ninstances:\n  - {name: p, role: prefill}\n  - {name: d, role: decode}\n";
@@ -290,11 +290,37 @@ fn a_missing_model_is_told_at_its_line() {
         model_problem: Some("/x/m: not there".to_owned()),
         ..facts(2)
     };
-    let wrong = resolve(&deployment, &facts).unwrap_err().to_string();
+    let wrong = resolve(&deployment, &facts, Checks::default())
+        .unwrap_err()
+        .to_string();
     assert!(
         wrong.starts_with("deploy.yaml:1:15: model.path: /x/m: not there\n1 | model: {path: m,"),
         "{wrong}"
     );
+}
+
+#[test]
+fn what_an_instance_would_refuse_is_told_at_its_flag() {
+    let text = pair(", max-num-seqs: 0", "", "");
+    let deployment = Deployment::parse("deploy.yaml", &text, Path::new("/x")).unwrap();
+    let check = |config: &twinfer_config::ServeConfig| match config.max_num_seqs {
+        0 => Err("max-num-seqs is 0; 1 to 9 are allowed".to_owned()),
+        _ => Ok(()),
+    };
+    let wrong = resolve(
+        &deployment,
+        &facts(2),
+        Checks {
+            serve: Some(&check),
+        },
+    )
+    .unwrap_err()
+    .to_string();
+    assert!(
+        wrong.starts_with("deploy.yaml:3:44: instances[0].max-num-seqs is 0\n"),
+        "{wrong}"
+    );
+    assert!(wrong.ends_with("\n  1 to 9 are allowed"), "{wrong}");
 }
 
 fn group() -> impl Strategy<Value = (u32, u8, Option<u32>, Option<u16>, Option<u16>)> {

@@ -26,6 +26,9 @@ enum What {
     Chat(Box<ChatRequest>),
 }
 
+/// A prompt's token ids, with the request's own fields.
+type Tokens<'l> = (Arc<[TokenId]>, Option<&'l Common>);
+
 /// Larger files are no lists of prompts.
 const MAX_BYTES: u64 = 1 << 30;
 
@@ -136,11 +139,8 @@ impl Source<'_> {
         Ok((requests, places))
     }
 
-    /// Token ids of a line's prompts, with the request's own fields.
-    fn prompts<'l>(
-        &self,
-        line: &'l Line,
-    ) -> Result<Vec<(Arc<[TokenId]>, Option<&'l Common>)>, ApiError> {
+    /// The prompts of a line.
+    fn prompts<'l>(&self, line: &'l Line) -> Result<Vec<Tokens<'l>>, ApiError> {
         let encode = |text: &str, special| {
             self.tokenizer
                 .encode(text, special)

@@ -1,0 +1,149 @@
+use crate::{model, run, stderr, stdout, twinfer};
+use serde_json::Value;
+
+/// What `init` prints can be planned as it is.
+#[test]
+fn the_printed_file_can_be_planned() {
+    let folder = tempfile::tempdir().unwrap();
+    let init = run(twinfer().arg("init"));
+    assert_eq!(init.status.code(), Some(0));
+    let file = folder.path().join("deploy.yaml");
+    std::fs::write(
+        &file,
+        stdout(&init)
+            .replace("models/demo", &model().display().to_string())
+            .replace("share-cores: false", "share-cores: true"),
+    )
+    .unwrap();
+    let first = run(twinfer().arg("plan").arg(&file));
+    assert_eq!(first.status.code(), Some(0), "{}", stderr(&first));
+    let second = run(twinfer().arg("plan").arg(&file));
+    assert_eq!(stdout(&first), stdout(&second));
+    let json = run(twinfer().arg("plan").arg(&file).arg("--json"));
+    let plan: Value = serde_json::from_slice(&json.stdout).unwrap();
+    let roles: Vec<&str> = plan["instances"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter_map(|one| one["role"].as_str())
+        .collect();
+    assert_eq!(roles, ["prefill", "decode"]);
+}
+
+/// Mistakes of shape, of several values together and of single flags, each at its line.
+#[test]
+fn a_wrong_file_exits_64_and_shows_every_mistake_with_its_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("deploy.yaml");
+    let plan = |text: &str| {
+        std::fs::write(&file, text).unwrap();
+        let output = run(twinfer().arg("plan").arg(&file));
+        assert_eq!(output.status.code(), Some(64), "{output:?}");
+        assert!(output.stdout.is_empty());
+        stderr(&output)
+    };
+    let shape = plan(
+        "model: {path: m}\nengine: vllm\ninstances: [{name: a, role: both, kv_port: abc, prot: 1}]\n",
+    );
+    for expected in [
+        "deploy.yaml:2:9: engine is \"vllm\"",
+        "deploy.yaml:3:44: instances[0].kv-port is \"abc\"",
+        "unknown key `prot`",
+        "did you mean `port`?",
+    ] {
+        assert!(shape.contains(expected), "no {expected:?} in\n{shape}");
+    }
+    let together = plan(
+        "model: {path: /nowhere}\nnodes: [{name: n, share-cores: true}]\ninstances:\n  - {name: a, role: both, port: 9000, max-num-seqs: 0}\n  - {name: b, \
+         role: both, port: 9000}\n",
+    );
+    for expected in [
+        "deploy.yaml:1:15: model.path: /nowhere: No such file or directory",
+        "deploy.yaml:4:53: instances[0].max-num-seqs is 0",
+        "deploy.yaml:5:33: port 9000 on node n is given to instance b (HTTP) and to instance a (HTTP) (line 4)",
+    ] {
+        assert!(
+            together.contains(expected),
+            "no {expected:?} in\n{together}"
+        );
+    }
+}
+
+#[test]
+fn prompts_of_text_and_json_lines_give_the_same_answers() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = folder.path().join("prompts.txt");
+    std::fs::write(
+        &text,
+        "What is the capital of France?\n\nWhich day comes after Monday?\n",
+    )
+    .unwrap();
+    let generate = |arguments: &[&str]| {
+        run(twinfer()
+            .arg("generate")
+            .arg(model())
+            .args(["--threads", "1"])
+            .args(arguments))
+    };
+    let output = generate(&["--chat", "--prompts", &text.display().to_string()]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert_eq!(
+        stdout(&output),
+        "The capital of France is Paris.\nTuesday comes after Monday.\n"
+    );
+
+    let lines = folder.path().join("prompts.jsonl");
+    std::fs::write(
+        &lines,
+        "{\"messages\": [{\"role\": \"user\", \"content\": \"What is the capital of France?\"}]}\n{\"prompt\": [10, 11, 12], \"max_tokens\": 3, \"n\": 2, \
+         \"ignore_eos\": true, \"logprobs\": 0}\n",
+    )
+    .unwrap();
+    let output = generate(&["--prompts", &lines.display().to_string()]);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let results: Vec<Value> = stdout(&output)
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    assert_eq!(results.len(), 3);
+    assert_eq!(results[0]["text"], "The capital of France is Paris.");
+    assert_eq!(results[0]["finish_reason"], "stop");
+    assert_eq!(
+        (results[2]["line"].as_u64(), results[2]["choice"].as_u64()),
+        (Some(2), Some(1))
+    );
+    for result in &results[1..] {
+        assert_eq!(result["finish_reason"], "length");
+        assert_eq!(result["completion_tokens"], 3);
+        assert_eq!(result["token_ids"].as_array().unwrap().len(), 3);
+        assert_eq!(result["token_logprobs"].as_array().unwrap().len(), 3);
+    }
+    // Greedy choices of one prompt are the same.
+    assert_eq!(results[1]["token_ids"], results[2]["token_ids"]);
+}
+
+#[test]
+fn a_wrong_prompt_is_named_by_its_line() {
+    let folder = tempfile::tempdir().unwrap();
+    let lines = folder.path().join("p.jsonl");
+    let refused = |line: &str| {
+        std::fs::write(&lines, format!("\"fine\"\n{line}\n")).unwrap();
+        let output = run(twinfer()
+            .arg("generate")
+            .arg(model())
+            .arg("--prompts")
+            .arg(&lines));
+        assert_eq!(output.status.code(), Some(64), "{line}: {output:?}");
+        assert!(output.stdout.is_empty());
+        let text = stderr(&output);
+        assert!(text.contains("p.jsonl: line 2: "), "{line}: {text}");
+        text
+    };
+    refused("{");
+    refused("7");
+    refused("{}");
+    assert!(refused("{\"prompt\": \"a\", \"max_tokens\": 999999}").contains("999999"));
+    assert!(refused("{\"prompt\": [99999]}").contains("99999"));
+    assert!(refused("{\"prompt\": \"a\", \"temperature\": -1}").contains("temperature"));
+    assert!(refused("{\"prompt\": \"a\", \"guided_json\": {}}").contains("guided_json"));
+}

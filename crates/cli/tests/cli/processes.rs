@@ -1,0 +1,234 @@
+use crate::{Running, get, model, run, stderr, twinfer, until};
+use rustix::process::Signal;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+const SOON: Duration = Duration::from_secs(30);
+
+/// A deployment of one prefill and one decode instance on four ports from `port` on.
+fn deployment(folder: &Path, port: u16) -> PathBuf {
+    let file = folder.join("deploy.yaml");
+    let text = format!(
+        "model: {{path: \"{}\", name: demo}}\nnodes: [{{name: here, share-cores: true}}]\ninstances:\n  - {{name: p, role: prefill, threads: 1, \
+         kv-cache-memory: 16MiB, port: {}, kv-port: {}}}\n  - {{name: d, role: decode, threads: 1, kv-cache-memory: 16MiB, port: {}}}\nrouter: {{port: \
+         {port}, drain-settle: 0}}\n",
+        model().display(),
+        port + 1,
+        port + 2,
+        port + 3
+    );
+    std::fs::write(&file, text).unwrap();
+    file
+}
+
+fn ports_are_free(port: u16) {
+    for port in port..port + 4 {
+        until(SOON, "the port is free", || {
+            TcpListener::bind(("127.0.0.1", port)).ok()
+        });
+    }
+}
+
+/// Whoever kills the supervisor kills its children: the kernel does it.
+#[test]
+fn children_end_with_a_killed_supervisor() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = deployment(folder.path(), 21872);
+    let mut up = Running::start(
+        twinfer()
+            .arg("up")
+            .arg(&file)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null()),
+    );
+    until(SOON, "the router is ready", || {
+        get(21872, "/ready").filter(|(status, _)| *status == 200)
+    });
+    up.signal(Signal::KILL);
+    up.wait(SOON);
+    ports_are_free(21872);
+}
+
+/// Log lines carry the instance's name; with `--log-format json` every line is a JSON object.
+#[test]
+fn log_lines_tell_whose_they_are() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = deployment(folder.path(), 21876);
+    for format in ["text", "json"] {
+        let log = folder.path().join(format!("{format}.log"));
+        let mut command = twinfer();
+        command
+            .arg("up")
+            .arg(&file)
+            .args(["--log-format", format])
+            .stdout(Stdio::null());
+        let mut up = Running::start(command.stderr(std::fs::File::create(&log).unwrap()));
+        until(SOON, "the router is ready", || {
+            get(21876, "/ready").filter(|(status, _)| *status == 200)
+        });
+        up.signal(Signal::TERM);
+        assert_eq!(
+            up.wait(SOON).code(),
+            Some(0),
+            "{}",
+            std::fs::read_to_string(&log).unwrap()
+        );
+        let text = std::fs::read_to_string(&log).unwrap();
+        for name in ["p", "d", "router"] {
+            let of_it = |line: &str| match format {
+                "text" => line.starts_with(&format!("{name:6} | ")),
+                _ => serde_json::from_str::<serde_json::Value>(line)
+                    .is_ok_and(|line| line["instance"] == name),
+            };
+            assert!(
+                text.lines().any(of_it),
+                "{format}: no line of {name} in\n{text}"
+            );
+        }
+        if format == "json" {
+            for line in text.lines() {
+                serde_json::from_str::<serde_json::Value>(line)
+                    .unwrap_or_else(|error| panic!("{error}: {line}"));
+            }
+        }
+        ports_are_free(21876);
+    }
+}
+
+#[test]
+fn taken_ports_exit_69_before_anything_starts() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = deployment(folder.path(), 21880);
+    let taken = [21881, 21883].map(|port| TcpListener::bind(("127.0.0.1", port)).unwrap());
+    let output = run(twinfer().arg("up").arg(&file));
+    assert_eq!(output.status.code(), Some(69), "{output:?}");
+    let text = stderr(&output);
+    assert!(
+        text.contains("port 21881 on 127.0.0.1 (instance p, HTTP) is in use"),
+        "{text}"
+    );
+    assert!(
+        text.contains("port 21883 on 127.0.0.1 (instance d, HTTP) is in use"),
+        "{text}"
+    );
+    drop(taken);
+    for command in [
+        &[
+            "router",
+            "--worker",
+            "http://127.0.0.1:9",
+            "--port",
+            "21884",
+        ][..],
+        &["fake", "--port", "21884"],
+    ] {
+        let taken = TcpListener::bind(("127.0.0.1", 21884)).unwrap();
+        let output = run(twinfer().args(command));
+        assert_eq!(output.status.code(), Some(69), "{command:?}: {output:?}");
+        assert!(stderr(&output).contains("21884"), "{output:?}");
+        drop(taken);
+    }
+    let taken = TcpListener::bind(("127.0.0.1", 21885)).unwrap();
+    let output = run(twinfer().arg("serve").arg(model()).args([
+        "--port",
+        "21886",
+        "--role",
+        "prefill",
+        "--kv-port",
+        "21885",
+    ]));
+    assert_eq!(output.status.code(), Some(69), "{output:?}");
+    assert!(stderr(&output).contains("21885"), "{output:?}");
+    drop(taken);
+}
+
+/// A model that an instance refuses: `up` ends with that instance's reason and exit code.
+#[test]
+fn an_instance_that_refuses_its_model_is_quoted() {
+    let folder = tempfile::tempdir().unwrap();
+    let broken = folder.path().join("broken");
+    std::fs::create_dir(&broken).unwrap();
+    std::fs::copy(model().join("config.json"), broken.join("config.json")).unwrap();
+    let file = deployment(folder.path(), 21888);
+    let text = std::fs::read_to_string(&file)
+        .unwrap()
+        .replace(&model().display().to_string(), "broken");
+    std::fs::write(&file, text).unwrap();
+    let output = run(twinfer().arg("up").arg(&file));
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(64), "{text}");
+    assert!(
+        text.contains("ended with exit code 64 before everything was ready")
+            && text.contains("last lines of"),
+        "{text}"
+    );
+    assert!(
+        text.contains("safetensors") || text.contains("tokenizer"),
+        "{text}"
+    );
+    ports_are_free(21888);
+}
+
+#[test]
+fn a_fake_instance_answers_and_ends_on_a_signal() {
+    let mut fake = Running::start(
+        twinfer()
+            .args(["fake", "--role", "decode", "--port", "21892"])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null()),
+    );
+    until(SOON, "it is ready", || {
+        get(21892, "/ready").filter(|(status, _)| *status == 200)
+    });
+    fake.signal(Signal::TERM);
+    assert_eq!(fake.wait(SOON).code(), Some(0));
+}
+
+/// Keys come from the environment; they stand in no argument and no log line (C9.12).
+#[test]
+fn keys_stand_in_no_argument_and_no_log() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = deployment(folder.path(), 21896);
+    let log = folder.path().join("log");
+    let keys = ["peer-key-of-this-test", "client-key-of-this-test"];
+    let mut command = twinfer();
+    command
+        .arg("up")
+        .arg(&file)
+        .env("TWINFER_PEER_KEY", keys[0])
+        .env("TWINFER_API_KEY", keys[1])
+        .env("RUST_LOG", "debug");
+    let mut up = Running::start(
+        command
+            .stdout(Stdio::null())
+            .stderr(std::fs::File::create(&log).unwrap()),
+    );
+    until(SOON, "the router is ready", || {
+        get(21896, "/ready").filter(|(status, _)| *status == 200)
+    });
+    let (status, body) = get(21896, "/v1/models").unwrap();
+    assert_eq!(status, 401, "{body}");
+    let mut seen = 0;
+    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
+        let parent = std::fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
+        let parent = parent
+            .rsplit_once(')')
+            .and_then(|(_, rest)| rest.split_whitespace().nth(1).map(str::to_owned));
+        if parent.as_deref() == Some(up.0.id().to_string().as_str()) {
+            seen += 1;
+            let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
+            let line = String::from_utf8_lossy(&line).into_owned();
+            assert!(keys.iter().all(|key| !line.contains(key)), "{line}");
+        }
+    }
+    assert_eq!(seen, 3);
+    up.signal(Signal::TERM);
+    up.wait(SOON);
+    let text = std::fs::read_to_string(&log).unwrap();
+    assert!(
+        !text.is_empty() && keys.iter().all(|key| !text.contains(key)),
+        "{text}"
+    );
+}
