@@ -71,6 +71,19 @@ impl Isa {
         found
     }
 
+    /// A rough speed of one core, for cutting work into tasks.
+    pub(crate) fn products_per_nanosecond(self) -> usize {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512 => 40,
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx2 => 30,
+            // x86-64 without FMA calls a function for every product.
+            Kind::Portable if cfg!(target_arch = "x86_64") => 1,
+            Kind::Portable => 10,
+        }
+    }
+
     /// `avx512`, `avx2` or `portable`.
     pub fn name(self) -> &'static str {
         match self.0 {

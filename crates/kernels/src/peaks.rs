@@ -20,9 +20,6 @@ pub struct Peak {
     pub threads: usize,
 }
 
-/// Bytes each thread reads in turn, in all: well above any cache.
-const READ_BYTES: usize = 1 << 28;
-
 /// Length of a turn: short, so that some turn goes by without interruption.
 const TURN: Duration = Duration::from_millis(2);
 
@@ -32,10 +29,11 @@ const READ_CHUNK: usize = 1 << 19;
 /// Counted work of one call of a loop, in operations.
 type Loop = unsafe fn() -> usize;
 
-/// Bandwidth of reading memory front to back, every thread its own part of 256 MiB (or of `bytes`, to measure a cache; rounded to half MiB).
+/// Bandwidth of reading memory front to back, every thread its own part of a buffer four times as large as the node's
+/// last-level caches (or of `bytes`, to measure a cache), rounded to half a MiB.
 pub fn read_bandwidth(threads: usize, budget: Duration, bytes: Option<usize>) -> Peak {
     let threads = threads.max(1);
-    let length = (bytes.unwrap_or(READ_BYTES) / threads / READ_CHUNK).max(1) * READ_CHUNK / 8;
+    let length = (bytes.unwrap_or_else(read_bytes) / threads / READ_CHUNK).max(1) * READ_CHUNK / 8;
     let instruction = if has_avx512() {
         "vpaddq zmm"
     } else {
@@ -55,6 +53,13 @@ pub fn read_bandwidth(threads: usize, budget: Duration, bytes: Option<usize>) ->
         instruction,
         threads,
     }
+}
+
+/// At least 256 MiB, at most 4 GiB or a quarter of what can be had.
+fn read_bytes() -> usize {
+    let caches = twinfer_sys::last_level_cache_bytes().unwrap_or(0);
+    let room = twinfer_sys::available_memory().map_or(u64::MAX, |bytes| bytes / 4);
+    usize::try_from(caches.saturating_mul(4).clamp(1 << 28, 1 << 32).min(room)).unwrap_or(1 << 28)
 }
 
 /// f32 multiply-add peak of the widest vectors.

@@ -15,5 +15,7 @@ pub use arena::{
     BlockArena, BlockError, BlockRead, BlockReadArc, BlockWrite, BlockWriteArc, UNIT_ALIGN,
 };
 pub use mapped::{Access, MappedFile};
-pub use memory::{MemoryInfo, available_memory, cgroup_memory_limit, memory_info};
+pub use memory::{
+    MemoryInfo, available_memory, cgroup_memory_limit, last_level_cache_bytes, memory_info,
+};
 pub use process::{ExitStatus, PidFd, set_parent_death_signal};

@@ -1,5 +1,6 @@
 //! How much memory this process may use: the node's and the limits of its cgroups (v1 and v2).
 
+use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -67,6 +68,11 @@ pub fn available_memory() -> io::Result<u64> {
     Ok(memory_info()?.available())
 }
 
+/// Bytes of all last-level caches of the node together; `None` where the kernel does not tell.
+pub fn last_level_cache_bytes() -> Option<u64> {
+    cache_bytes(Path::new("/sys/devices/system/cpu"))
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Room {
     limit: u64,
@@ -113,6 +119,40 @@ fn v1_directories(groups: &str, root: &Path) -> Vec<PathBuf> {
         .take_while(|directory| directory.starts_with(&root))
         .map(Path::to_path_buf)
         .collect()
+}
+
+fn cache_bytes(cpus: &Path) -> Option<u64> {
+    // Cores that share a cache name the same list; each list counts once.
+    let mut caches = BTreeMap::new();
+    for cpu in std::fs::read_dir(cpus).ok()?.flatten() {
+        let Ok(indexes) = std::fs::read_dir(cpu.path().join("cache")) else {
+            continue;
+        };
+        for index in indexes.flatten() {
+            let read = |name: &str| std::fs::read_to_string(index.path().join(name)).ok();
+            let (Some(level), Some(size), Some(shared)) =
+                (read("level"), read("size"), read("shared_cpu_list"))
+            else {
+                continue;
+            };
+            let level = level.trim().parse::<u32>().ok();
+            let size = size
+                .trim()
+                .strip_suffix('K')
+                .and_then(|size| size.parse::<u64>().ok());
+            if let (Some(level), Some(size)) = (level, size) {
+                caches.insert((level, shared), size * 1024);
+            }
+        }
+    }
+    let last = caches.keys().map(|(level, _)| *level).max()?;
+    Some(
+        caches
+            .iter()
+            .filter(|((level, _), _)| *level == last)
+            .map(|(_, size)| size)
+            .sum(),
+    )
 }
 
 fn cgroup_room(groups: &str, root: &Path) -> Option<Room> {
@@ -217,6 +257,34 @@ mod tests {
             })
         );
         assert_eq!(cgroup_room("0::/elsewhere\n", &root), None);
+        std::fs::remove_dir_all(root).unwrap();
+    }
+
+    #[test]
+    fn every_last_level_cache_counts_once() {
+        let cache = |cpu: u32, index: u32, level: u32, size: &str, shared: &str| {
+            let directory = format!("cpu{cpu}/cache/index{index}");
+            [
+                ("level", level.to_string()),
+                ("size", size.to_owned()),
+                ("shared_cpu_list", shared.to_owned()),
+            ]
+            .map(|(name, text)| (format!("{directory}/{name}"), text))
+        };
+        let files: Vec<(String, String)> = [
+            cache(0, 0, 1, "32K", "0"),
+            cache(0, 3, 3, "32768K", "0-1"),
+            cache(1, 3, 3, "32768K", "0-1"),
+            cache(2, 3, 3, "16384K", "2"),
+        ]
+        .concat();
+        let files: Vec<(&str, &str)> = files
+            .iter()
+            .map(|(path, text)| (path.as_str(), text.as_str()))
+            .collect();
+        let root = tree(&files);
+        assert_eq!(cache_bytes(&root), Some(48 << 20));
+        assert_eq!(cache_bytes(&root.join("cpu2")), None);
         std::fs::remove_dir_all(root).unwrap();
     }
 

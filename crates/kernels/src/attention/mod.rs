@@ -6,6 +6,7 @@ use std::ops::Range;
 
 use crate::error::ensure_shape;
 use crate::scratch::with_scratch;
+use crate::team::SOLO_NANOSECONDS;
 use crate::{DType, HeadRows, KernelError, ThreadTeam};
 use task::{Call, Task, run_task, scratch_length};
 
@@ -18,8 +19,8 @@ const TASK_ROWS: usize = 8;
 const TASK_HEADS: usize = 12;
 /// Tasks per thread, so that threads end together.
 const TASKS_PER_THREAD: usize = 4;
-/// A rough speed of one core.
-const PRODUCTS_PER_NANOSECOND: usize = 30;
+/// Most query values of a task: they and as many output values stay in the second-level cache between tiles.
+const TASK_VALUES: usize = 1 << 16;
 
 /// What all sequences of a call have in common.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -74,7 +75,7 @@ pub fn mla_attention(
     out: &mut [f32],
 ) -> Result<(), KernelError> {
     check(params, q_latent, q_rope, seqs, out.len())?;
-    let (tasks, nanoseconds) = plan(params, seqs, team.threads());
+    let (tasks, nanoseconds) = plan(team, params, seqs);
     let call = Call {
         params,
         q_latent,
@@ -92,26 +93,35 @@ pub fn mla_attention(
 }
 
 /// Cuts the rows and heads into tasks, and the time all take on one core. Where it cuts changes no bits.
-fn plan(params: &MlaParams, seqs: &[MlaSeq<'_>], threads: usize) -> (Vec<Task>, usize) {
-    let per_key = params.heads * (2 * params.latent + params.rope) / PRODUCTS_PER_NANOSECOND;
+fn plan(team: &ThreadTeam, params: &MlaParams, seqs: &[MlaSeq<'_>]) -> (Vec<Task>, usize) {
+    let per_key =
+        params.heads * (2 * params.latent + params.rope) / team.isa().products_per_nanosecond();
     let mut total = 0;
     for seq in seqs {
         let last = seq.first_position + seq.rows.len();
         total += seq.rows.len() * (seq.first_position + last) / 2 * per_key;
     }
-    let share = total / (threads * TASKS_PER_THREAD) + 1;
+    let alone = team.threads() == 1 || total < SOLO_NANOSECONDS;
+    let share = if alone {
+        total
+    } else {
+        total / (team.threads() * TASKS_PER_THREAD)
+    } + 1;
     let mut tasks = Vec::new();
     for (index, seq) in seqs.iter().enumerate() {
         let mut start = seq.rows.start;
         while start < seq.rows.end {
-            let position = seq.first_position + (start - seq.rows.start) + 1;
+            let row_time = (seq.first_position + (start - seq.rows.start) + 1) * per_key;
             // As many rows as a share holds, so that they read the KV once; then fewer heads of a single row.
-            let rows = (share / (position * per_key).max(1))
+            let rows = (share / row_time.max(1))
                 .clamp(1, TASK_ROWS)
                 .min(seq.rows.end - start);
-            let parts = (position * per_key * rows)
+            let fair = (row_time * rows)
                 .div_ceil(share)
-                .clamp(1, params.heads.div_ceil(TASK_HEADS));
+                .min(params.heads.div_ceil(TASK_HEADS));
+            let cached =
+                (rows * params.heads * (params.latent + params.rope)).div_ceil(TASK_VALUES);
+            let parts = fair.max(cached).clamp(1, params.heads);
             for part in 0..parts {
                 let heads = params.heads * part / parts..params.heads * (part + 1) / parts;
                 tasks.push(Task {

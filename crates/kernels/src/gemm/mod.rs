@@ -7,7 +7,7 @@ use std::ops::Range;
 use crate::error::ensure_shape;
 use crate::scratch::with_scratch;
 use crate::team::SOLO_NANOSECONDS;
-use crate::{HeadRows, KernelError, Matrix, ThreadTeam};
+use crate::{HeadRows, Isa, KernelError, Matrix, ThreadTeam};
 pub(crate) use tile::{MAX_TILE_ROWS, TILE_COLS, group_tile, pack_rows};
 use tile::{Product, TASK_ROWS, run_task, scratch_length};
 
@@ -160,58 +160,48 @@ pub fn per_head_linear(
 /// # Safety
 /// Every product's pointers are valid for its shape and strides, and no two products share an element of y.
 unsafe fn run(team: &ThreadTeam, products: &[Product<'_>]) -> Result<(), KernelError> {
-    let total = products.iter().map(nanoseconds).sum();
-    let tasks = plan(products, total, team.threads());
+    let isa = team.isa();
+    let total = products
+        .iter()
+        .map(|product| nanoseconds(isa, product))
+        .sum();
+    let tasks = plan(isa, products, total, team.threads());
     team.run_worth(total, tasks.len(), |index, _| {
         let task = &tasks[index];
         let product = &products[task.product];
-        with_scratch(
-            scratch_length(task.rows.len(), product.w.cols()),
-            |scratch| {
-                // SAFETY: the caller's duty; tasks of a product cover disjoint parts of y.
-                unsafe {
-                    run_task(
-                        team.isa(),
-                        product,
-                        task.rows.clone(),
-                        task.cols.clone(),
-                        scratch,
-                    )
-                }
-            },
-        );
+        let (rows, cols) = (task.rows.clone(), task.cols.clone());
+        with_scratch(scratch_length(rows.len(), product.w.cols()), |scratch| {
+            // SAFETY: the caller's duty; tasks of a product cover disjoint parts of y.
+            unsafe { run_task(isa, product, rows, cols, scratch) }
+        });
     })
 }
 
 /// Cuts products into tasks. Where it cuts changes no bits.
-fn plan(products: &[Product<'_>], total: usize, threads: usize) -> Vec<Task> {
+fn plan(isa: Isa, products: &[Product<'_>], total: usize, threads: usize) -> Vec<Task> {
     let budget = if threads == 1 || total < SOLO_NANOSECONDS {
         1
     } else {
         (total / TASK_NANOSECONDS).clamp(threads, threads * TASKS_PER_THREAD)
     };
     let mut tasks = Vec::new();
-    for (product, parts) in products.iter().enumerate() {
-        let n = parts.w.rows();
-        let row_tasks = parts.rows.div_ceil(TASK_ROWS);
-        let share = (nanoseconds(parts) * budget)
+    for (index, product) in products.iter().enumerate() {
+        let (m, n) = (product.rows, product.w.rows());
+        let row_tasks = m.div_ceil(TASK_ROWS);
+        let share = (nanoseconds(isa, product) * budget)
             .div_ceil(total.max(1))
             .div_ceil(row_tasks.max(1));
-        let limit = if parts.rows > TILE_COLS * 2 {
-            TASK_COLS
-        } else {
-            n
-        };
+        let limit = if m > TILE_COLS * 2 { TASK_COLS } else { n };
         let cols = n
             .div_ceil(share.max(1))
             .next_multiple_of(TILE_COLS)
             .min(limit);
         for row_task in 0..row_tasks {
-            let rows = parts.rows * row_task / row_tasks..parts.rows * (row_task + 1) / row_tasks;
             for col in (0..n).step_by(cols) {
+                let rows = m * row_task / row_tasks..m * (row_task + 1) / row_tasks;
                 tasks.push(Task {
-                    product,
-                    rows: rows.clone(),
+                    product: index,
+                    rows,
                     cols: col..(col + cols).min(n),
                 });
             }
@@ -220,11 +210,11 @@ fn plan(products: &[Product<'_>], total: usize, threads: usize) -> Vec<Task> {
     tasks
 }
 
-/// A rough time of a product on one core: forty products per nanosecond or ten bytes of weights, the slower counts.
-fn nanoseconds(product: &Product<'_>) -> usize {
+/// A rough time of a product on one core: arithmetic or ten bytes of weights per nanosecond, the slower counts.
+fn nanoseconds(isa: Isa, product: &Product<'_>) -> usize {
     let products = product
         .rows
         .saturating_mul(product.w.rows())
         .saturating_mul(product.w.cols());
-    (products / 40).max(product.w.size_bytes() / 10)
+    (products / isa.products_per_nanosecond()).max(product.w.size_bytes() / 10)
 }
