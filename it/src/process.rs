@@ -6,7 +6,7 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 /// A child process whose output goes to a file; killed when dropped.
 #[derive(Debug)]
@@ -26,29 +26,63 @@ pub fn demo_model() -> PathBuf {
     repository().join("models/demo")
 }
 
-/// The `twinfer` binary of the profile that runs the tests, built once per test process.
+/// The `twinfer` binary of the profile that runs the tests; built once per test process when a source
+/// is newer than it. (`cargo test --workspace` has built it already.)
 ///
 /// # Panics
 /// When the binary does not build.
 pub fn binary() -> &'static Path {
     static BINARY: OnceLock<PathBuf> = OnceLock::new();
     BINARY.get_or_init(|| {
-        let mut build = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        build
-            .current_dir(repository())
-            .args(["build", "--quiet", "--package", "twinfer-cli"]);
         let profile = if cfg!(debug_assertions) {
             "debug"
         } else {
-            build.arg("--release");
             "release"
         };
-        let status = build.status().expect("cargo runs");
-        assert!(status.success(), "twinfer does not build");
         let target = std::env::var_os("CARGO_TARGET_DIR")
             .map_or_else(|| repository().join("target"), PathBuf::from);
-        target.join(profile).join("twinfer")
+        let binary = target.join(profile).join("twinfer");
+        let built = modified(&binary);
+        if built.is_none() || built < newest(&repository().join("crates")) {
+            let mut build =
+                Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+            build.current_dir(repository()).args([
+                "build",
+                "--quiet",
+                "--workspace",
+                "--bin",
+                "twinfer",
+            ]);
+            if profile == "release" {
+                build.arg("--release");
+            }
+            let status = build.status().expect("cargo runs");
+            assert!(status.success(), "twinfer does not build");
+        }
+        binary
     })
+}
+
+fn modified(path: &Path) -> Option<SystemTime> {
+    path.metadata()
+        .and_then(|metadata| metadata.modified())
+        .ok()
+}
+
+/// Time of the last change to a file below `folder`.
+fn newest(folder: &Path) -> Option<SystemTime> {
+    let entries = std::fs::read_dir(folder).ok()?;
+    entries
+        .flatten()
+        .filter_map(|entry| {
+            let path = entry.path();
+            if path.is_dir() {
+                newest(&path)
+            } else {
+                modified(&path)
+            }
+        })
+        .max()
 }
 
 /// A port that was free a moment ago, each answer another one.
