@@ -203,10 +203,10 @@ async fn drains(instance: &mut Instance) {
     let mut settled = 0;
     let mut refused = 0;
     while start.elapsed() < Duration::from_millis(2000) {
-        if let Ok(ready) = client.get("/ready").await {
-            if start.elapsed() > Duration::from_millis(100) {
-                assert_eq!(ready.status, 503, "readiness is gone at once");
-            }
+        if let Ok(ready) = client.get("/ready").await
+            && start.elapsed() > Duration::from_millis(100)
+        {
+            assert_eq!(ready.status, 503, "readiness is gone at once");
         }
         let late = Instant::now();
         if let Ok(answer) = client
