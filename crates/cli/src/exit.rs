@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io::Write;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 
 /// Why the process ends. The numbers stand in `--help` and in docs/reference/flags.md.
@@ -87,6 +88,16 @@ impl From<Code> for ExitCode {
     }
 }
 
+/// Runs `command` and gives the exit code, also when it panics.
+pub(crate) fn guarded(command: impl FnOnce() -> Outcome) -> ExitCode {
+    match catch_unwind(AssertUnwindSafe(command)) {
+        Ok(Ok(())) => ExitCode::SUCCESS,
+        Ok(Err(failure)) => failure.report(),
+        // The hook has said what happened.
+        Err(_) => Code::Internal.into(),
+    }
+}
+
 /// A panic is a bug: one line that says where, no trace unless asked for.
 pub(crate) fn install_panic_hook() {
     std::panic::set_hook(Box::new(|info| {
@@ -110,4 +121,27 @@ pub(crate) fn install_panic_hook() {
             let _ = writeln!(stderr, "{trace}");
         }
     }));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn outcomes_have_their_codes_and_a_panic_is_an_internal_error() {
+        let shown = |code: ExitCode| format!("{code:?}");
+        assert_eq!(shown(guarded(|| Ok(()))), shown(ExitCode::from(0)));
+        assert_eq!(
+            shown(guarded(|| Err(Failure::new(Code::Config, "x")))),
+            shown(ExitCode::from(64))
+        );
+        assert_eq!(
+            shown(guarded(|| Err(Failure::failed("x")))),
+            shown(ExitCode::from(1))
+        );
+        assert_eq!(
+            shown(guarded(|| panic!("a bug"))),
+            shown(ExitCode::from(70))
+        );
+    }
 }

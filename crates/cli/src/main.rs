@@ -10,7 +10,6 @@ mod progress;
 
 use clap::Parser;
 use clap::error::ErrorKind;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
 
 /// Prefill allocates and frees large buffers on many threads; the system's allocator serialises them.
@@ -22,16 +21,10 @@ fn main() -> ExitCode {
     if let Err(failure) = commands::follow_supervisor() {
         return failure.report();
     }
-    let outcome = catch_unwind(AssertUnwindSafe(|| match args::Cli::try_parse() {
+    exit::guarded(|| match args::Cli::try_parse() {
         Ok(cli) => commands::run(cli),
         Err(error) => usage(&error),
-    }));
-    match outcome {
-        Ok(Ok(())) => ExitCode::SUCCESS,
-        Ok(Err(failure)) => failure.report(),
-        // The hook has said what happened.
-        Err(_) => exit::Code::Internal.into(),
-    }
+    })
 }
 
 /// Help and version are results, all else is a mistake in the arguments.

@@ -365,6 +365,7 @@ impl Run<'_> {
                 list(&ended.killed)
             );
         }
+        self.logs.flush().await;
         if message.is_empty() {
             Ok(())
         } else {

@@ -7,6 +7,7 @@ use crate::file::{
 };
 use crate::schema::{Checker, is_secret};
 use crate::source::{Entry, Node, Step, Value, parse};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use twinfer_protocol::{API_KEY_ENV, PEER_KEY_ENV};
 
@@ -47,15 +48,18 @@ impl Deployment {
             path: path.display().to_string(),
             error,
         };
-        let size = std::fs::metadata(path).map_err(io)?.len();
-        if size > MAX_BYTES {
-            let message = format!("{size} bytes; a deployment file has at most {MAX_BYTES}");
+        // Not by the size that the system tells: a device or a pipe has none.
+        let mut text = String::new();
+        let read = std::fs::File::open(path)
+            .and_then(|file| file.take(MAX_BYTES + 1).read_to_string(&mut text))
+            .map_err(io)?;
+        if read as u64 > MAX_BYTES {
+            let message = format!("a deployment file has at most {MAX_BYTES} bytes");
             return Err(io(std::io::Error::new(
                 std::io::ErrorKind::InvalidData,
                 message,
             )));
         }
-        let text = std::fs::read_to_string(path).map_err(io)?;
         let folder = path
             .parent()
             .filter(|folder| !folder.as_os_str().is_empty())

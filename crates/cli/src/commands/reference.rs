@@ -63,14 +63,11 @@ fn row(page: &mut String, argument: &Arg) {
         .join(" ");
     let takes_value = matches!(argument.get_action(), ArgAction::Set | ArgAction::Append);
     let mut name = match argument.get_long() {
-        Some(long) => format!(
-            "`--{long}{}`",
-            if takes_value {
-                format!(" {value}")
-            } else {
-                String::new()
-            }
-        ),
+        // A value's name that only repeats the flag's says nothing.
+        Some(long) if takes_value && value != long.to_uppercase().replace('-', "_") => {
+            format!("`--{long} {value}`")
+        }
+        Some(long) => format!("`--{long}`"),
         None => format!("`{value}`"),
     };
     for alias in argument.get_visible_aliases().into_iter().flatten() {
@@ -108,7 +105,7 @@ fn row(page: &mut String, argument: &Arg) {
         let _ = write!(help, " ({})", choices.join("; "));
     }
     if argument.is_required_set() {
-        help.push_str(" Required.");
+        help.push_str("; required");
     }
     let _ = writeln!(page, "| {name} | {} | {help} |", default.join(", "));
 }

@@ -16,6 +16,7 @@ fn wrong_arguments_and_files_have_their_exit_codes_and_are_named() {
             "/nowhere/d.yaml: No such file",
         ),
         (&["plan", "/"], 64, "/: "),
+        (&["plan", "/dev/zero"], 64, "/dev/zero: "),
         (&["up", "/nowhere/d.yaml"], 64, "/nowhere/d.yaml"),
         (
             &["up", "d.yaml", "--ready-timeout=-1"],

@@ -1,9 +1,12 @@
-use crate::{get, model, run, stderr, stdout, twinfer};
-use std::io::Read;
+use crate::{Running, get, model, post, run, stderr, stdout, twinfer, until};
+use rustix::process::Signal;
+use std::io::{BufRead, BufReader, Read};
 use std::net::TcpListener;
 use std::path::Path;
+use std::process::Stdio;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 /// Proxies in the environment are for other traffic (C1.9): nothing of ours goes there.
 #[test]
@@ -89,6 +92,71 @@ fn a_wrong_answer_is_named_and_ends_the_demo_with_1() {
             && text.contains("expected"),
         "{text}"
     );
+}
+
+/// Without `--once` it keeps serving, prints a command that works, and ends well on Ctrl-C.
+#[test]
+fn the_demo_keeps_serving_until_interrupted() {
+    let mut command = twinfer();
+    let mut demo = Running::start(
+        command
+            .args(["demo", "--port", "21912"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null()),
+    );
+    let mut output = BufReader::new(demo.0.stdout.take().unwrap());
+    let mut printed = String::new();
+    let curl = loop {
+        let mut line = String::new();
+        assert!(
+            output.read_line(&mut line).unwrap() > 0,
+            "it ended:\n{printed}"
+        );
+        printed.push_str(&line);
+        if line.trim_start().starts_with("curl ") {
+            break line;
+        }
+    };
+    assert!(printed.contains("All 6 answers are right"), "{printed}");
+    assert!(
+        curl.contains(" http://127.0.0.1:21912/v1/chat/completions "),
+        "{curl}"
+    );
+    let body = curl
+        .split(" -d '")
+        .nth(1)
+        .and_then(|rest| rest.trim_end().strip_suffix('\''))
+        .unwrap();
+    serde_json::from_str::<serde_json::Value>(body).unwrap();
+    let (status, answer) = post(21912, "/v1/chat/completions", body).unwrap();
+    assert!(
+        status == 200 && answer.contains("cold") && answer.contains("[DONE]"),
+        "{answer}"
+    );
+    demo.signal(Signal::INT);
+    assert_eq!(demo.wait(Duration::from_secs(20)).code(), Some(0));
+    assert_eq!(get(21912, "/health"), None);
+}
+
+/// Ctrl-C while it still starts or asks.
+#[test]
+fn an_interrupted_demo_leaves_nothing() {
+    let mut demo = Running::start(
+        twinfer()
+            .args(["demo", "--once", "--port", "21916"])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null()),
+    );
+    until(Duration::from_secs(20), "an instance listens", || {
+        get(21917, "/health")
+    });
+    demo.signal(Signal::INT);
+    let code = demo.wait(Duration::from_secs(20)).code();
+    // It may have come to its end just before.
+    assert!(matches!(code, Some(0 | 1)), "{code:?}");
+    for port in 21916..21920 {
+        TcpListener::bind(("127.0.0.1", port)).unwrap();
+    }
 }
 
 fn copy(from: &Path, to: &Path) {

@@ -111,14 +111,30 @@ fn until<T>(limit: Duration, what: &str, mut ready: impl FnMut() -> Option<T>) -
 
 /// Status of `GET path` on loopback, and the body.
 fn get(port: u16, path: &str) -> Option<(u16, String)> {
+    exchange(
+        port,
+        &format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"),
+    )
+}
+
+/// The same for a POST of JSON.
+fn post(port: u16, path: &str, body: &str) -> Option<(u16, String)> {
+    let length = body.len();
+    exchange(
+        port,
+        &format!(
+            "POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
+        ),
+    )
+}
+
+fn exchange(port: u16, request: &str) -> Option<(u16, String)> {
     use std::io::{Read, Write};
     let mut socket = std::net::TcpStream::connect(("127.0.0.1", port)).ok()?;
-    socket.set_read_timeout(Some(Duration::from_secs(5))).ok()?;
-    write!(
-        socket,
-        "GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-    )
-    .ok()?;
+    socket
+        .set_read_timeout(Some(Duration::from_secs(10)))
+        .ok()?;
+    socket.write_all(request.as_bytes()).ok()?;
     let mut answer = String::new();
     socket.read_to_string(&mut answer).ok()?;
     let status = answer.split(' ').nth(1)?.parse().ok()?;
