@@ -123,7 +123,7 @@ impl RouterMetrics {
             ),
             first_byte: metrics.histograms(
                 "twinfer_router_time_to_first_byte_seconds",
-                "Time to the first byte for the client, and its parts by leg",
+                "Time to the first byte of a stream, whole and decode's part; prefill's part of every request",
                 || Histogram::new(SECONDS_TTFT),
             ),
             metrics,

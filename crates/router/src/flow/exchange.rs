@@ -179,7 +179,7 @@ impl Exchange {
                     match self.decode_leg(&ask, to, with_handle).await {
                         Ok(started) => {
                             self.feed(Event::DecodeStarted);
-                            return self.answer(started);
+                            return self.answer(started, ask.generates);
                         }
                         Err(error) => {
                             let failure = self.keep(to, Leg::Decode, error);
@@ -254,12 +254,17 @@ impl Exchange {
         failure
     }
 
-    fn answer(mut self, started: Started) -> Response<RouterBody> {
+    fn answer(mut self, started: Started, generates: bool) -> Response<RouterBody> {
         // The prompt's KV is fetched: prefill has no more to do with this request.
         self.prefill = None;
         let metrics = &self.shared.metrics;
-        metrics.decided(self.decision);
-        metrics.first_byte(Leg::Total, self.start.elapsed().as_secs_f64());
+        if generates {
+            metrics.decided(self.decision);
+        }
+        if generates && matches!(started.body, Answer::Stream(_)) {
+            metrics.first_byte(Leg::Decode, started.seconds);
+            metrics.first_byte(Leg::Total, self.start.elapsed().as_secs_f64());
+        }
         let decode = self.decode_name();
         tracing::debug!(
             request = self.id.as_str(),
@@ -300,11 +305,13 @@ impl Exchange {
             Some(error) => error.refusal,
             None => Refusal::Own(self.shared.registry.nothing_up(&ask.model)),
         };
-        self.shared.metrics.decided(if self.flow.sent_anything() {
-            self.decision
-        } else {
-            Decision::None
-        });
+        if ask.generates {
+            self.shared.metrics.decided(if self.flow.sent_anything() {
+                self.decision
+            } else {
+                Decision::None
+            });
+        }
         if let Some(kind) = refusal.kind() {
             self.shared.metrics.error(kind.code());
         }

@@ -31,6 +31,8 @@ pub(super) struct Started {
     pub(super) status: StatusCode,
     pub(super) headers: HeaderMap,
     pub(super) body: Answer,
+    /// From sending to the first byte.
+    pub(super) seconds: f64,
 }
 
 /// Its body.
@@ -176,13 +178,11 @@ impl Exchange {
             }
             Answer::Whole(whole)
         };
-        self.shared
-            .metrics
-            .first_byte(Leg::Decode, start.elapsed().as_secs_f64());
         Ok(Started {
             status: parts.status,
             headers: parts.headers,
             body,
+            seconds: start.elapsed().as_secs_f64(),
         })
     }
 

@@ -102,6 +102,18 @@ impl Instance {
         }
     }
 
+    /// Tells the log what has changed.
+    fn tell(&self, health: &Health) {
+        let (instance, role) = (self.name(), self.spec.role);
+        match health.problem() {
+            None => tracing::info!(instance, %role, "instance is up"),
+            Some(problem) if health.ever_up() => {
+                tracing::warn!(instance, %role, problem, "instance is not used");
+            }
+            Some(problem) => tracing::info!(instance, %role, problem, "waiting for instance"),
+        }
+    }
+
     /// Why it is not used; none if it is.
     pub(crate) fn problem(&self) -> Option<String> {
         self.health.lock().problem().map(str::to_owned)
@@ -185,14 +197,7 @@ impl Registry {
             let before = health.is_up();
             let told = health.on(signal);
             if told {
-                match health.problem() {
-                    None => {
-                        tracing::info!(instance = instance.name(), role = %instance.spec.role, "instance is up")
-                    }
-                    Some(problem) => {
-                        tracing::warn!(instance = instance.name(), role = %instance.spec.role, problem, "instance is not used");
-                    }
-                }
+                instance.tell(&health);
             }
             before != health.is_up()
         };
