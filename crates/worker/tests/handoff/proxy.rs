@@ -15,7 +15,7 @@ const QUIET: Duration = Duration::from_millis(100);
 
 /// What happens to the bytes of one direction of one connection. Offsets count from its first byte.
 #[derive(Clone, Debug, Default)]
-pub enum Fault {
+pub(crate) enum Fault {
     #[default]
     None,
     /// Both directions end after so many bytes.
@@ -37,25 +37,25 @@ pub enum Fault {
 
 /// Where two connections meet to exchange what they carry.
 #[derive(Debug)]
-pub struct Exchange {
+pub(crate) struct Exchange {
     both: Barrier,
     left: Mutex<Vec<Vec<u8>>>,
     bytes: usize,
 }
 
 /// Listens on a port of loopback until dropped.
-pub struct Proxy {
-    pub addr: SocketAddr,
+pub(crate) struct Proxy {
+    pub(crate) addr: SocketAddr,
     /// Bytes from server to client, of all connections.
-    pub carried: Arc<AtomicUsize>,
+    pub(crate) carried: Arc<AtomicUsize>,
     /// Connections taken.
-    pub connections: Arc<AtomicUsize>,
+    pub(crate) connections: Arc<AtomicUsize>,
     _stop: DropGuard,
 }
 
 impl Exchange {
     /// Each connection puts in its last `bytes` bytes and takes the other's.
-    pub fn new(bytes: usize) -> Arc<Self> {
+    pub(crate) fn new(bytes: usize) -> Arc<Self> {
         Arc::new(Self {
             both: Barrier::new(2),
             left: Mutex::new(Vec::new()),
@@ -76,7 +76,7 @@ impl Exchange {
 
 impl Proxy {
     /// The n-th connection suffers the n-th of `to_client` and `to_server`; further ones nothing.
-    pub async fn start(server: SocketAddr, to_client: Vec<Fault>, to_server: Vec<Fault>) -> Self {
+    pub(crate) async fn start(server: SocketAddr, to_client: Vec<Fault>, to_server: Vec<Fault>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let stop = CancellationToken::new();

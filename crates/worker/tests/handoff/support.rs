@@ -13,27 +13,27 @@ use twinfer_protocol::{BlockId, Epoch, Fingerprint, KvTransferParams, TokenId};
 use twinfer_sys::BlockArena;
 use twinfer_worker::handoff::{Exporter, ExporterConfig, Importer, ImporterConfig, PeerKey};
 
-pub const GEOMETRY: KvGeometry = KvGeometry {
+pub(crate) const GEOMETRY: KvGeometry = KvGeometry {
     layers: 3,
     width: 5,
     value_bytes: 2,
     block_size: 4,
 };
 /// Blocks of each side's memory.
-pub const BLOCKS: u32 = 64;
+pub(crate) const BLOCKS: u32 = 64;
 
 /// What differs from test to test.
 #[derive(Clone)]
-pub struct Options {
-    pub geometry: KvGeometry,
-    pub blocks: u32,
-    pub key: Option<&'static str>,
-    pub lease: Duration,
-    pub timeout: Duration,
-    pub renew_every: Duration,
-    pub fingerprint: Fingerprint,
-    pub epoch: u64,
-    pub port: u16,
+pub(crate) struct Options {
+    pub(crate) geometry: KvGeometry,
+    pub(crate) blocks: u32,
+    pub(crate) key: Option<&'static str>,
+    pub(crate) lease: Duration,
+    pub(crate) timeout: Duration,
+    pub(crate) renew_every: Duration,
+    pub(crate) fingerprint: Fingerprint,
+    pub(crate) epoch: u64,
+    pub(crate) port: u16,
 }
 
 impl Default for Options {
@@ -58,13 +58,13 @@ impl Default for Options {
 
 /// KV memory whose rows can be told apart.
 #[derive(Clone)]
-pub struct Memory {
-    pub arena: Arc<BlockArena>,
-    pub geometry: KvGeometry,
+pub(crate) struct Memory {
+    pub(crate) arena: Arc<BlockArena>,
+    pub(crate) geometry: KvGeometry,
 }
 
 impl Memory {
-    pub fn new(options: &Options) -> Self {
+    pub(crate) fn new(options: &Options) -> Self {
         let geometry = options.geometry;
         let unit = geometry.width * geometry.value_bytes * geometry.block_size;
         Self {
@@ -89,7 +89,7 @@ impl Memory {
     }
 
     /// Fills positions `0..tokens`.
-    pub fn fill(&self, blocks: &[BlockId], tokens: usize, seed: u64) {
+    pub(crate) fn fill(&self, blocks: &[BlockId], tokens: usize, seed: u64) {
         let row_bytes = self.geometry.width * self.geometry.value_bytes;
         for (index, &block) in blocks.iter().enumerate() {
             let mut guard = self.arena.write(block).unwrap();
@@ -106,7 +106,7 @@ impl Memory {
     }
 
     /// Are positions `0..tokens` what [`Self::fill`] makes?
-    pub fn holds(&self, blocks: &[BlockId], tokens: usize, seed: u64) -> bool {
+    pub(crate) fn holds(&self, blocks: &[BlockId], tokens: usize, seed: u64) -> bool {
         let row_bytes = self.geometry.width * self.geometry.value_bytes;
         (0..tokens).all(|position| {
             let guard = self
@@ -123,17 +123,17 @@ impl Memory {
 }
 
 /// A prefill instance without its engine.
-pub struct Prefill {
-    pub exporter: Exporter,
-    pub memory: Memory,
-    pub stop: CancellationToken,
+pub(crate) struct Prefill {
+    pub(crate) exporter: Exporter,
+    pub(crate) memory: Memory,
+    pub(crate) stop: CancellationToken,
     tasks: TaskTracker,
     woken: Arc<Notify>,
     requests: AtomicU64,
 }
 
 impl Prefill {
-    pub async fn start(options: &Options) -> Self {
+    pub(crate) async fn start(options: &Options) -> Self {
         let memory = Memory::new(options);
         let woken = Arc::new(Notify::new());
         let wake = Arc::clone(&woken);
@@ -164,18 +164,18 @@ impl Prefill {
         }
     }
 
-    pub fn addr(&self) -> SocketAddr {
+    pub(crate) fn addr(&self) -> SocketAddr {
         self.exporter.addr().parse().unwrap()
     }
 
     /// Computes a prompt: fills the blocks and registers them.
-    pub async fn hold(&self, prompt: &[TokenId], blocks: &[BlockId]) -> KvTransferParams {
+    pub(crate) async fn hold(&self, prompt: &[TokenId], blocks: &[BlockId]) -> KvTransferParams {
         self.memory.fill(blocks, prompt.len(), seed(prompt));
         self.hold_filled(prompt, blocks).await
     }
 
     /// As [`Self::hold`] for blocks that have been filled before.
-    pub async fn hold_filled(&self, prompt: &[TokenId], blocks: &[BlockId]) -> KvTransferParams {
+    pub(crate) async fn hold_filled(&self, prompt: &[TokenId], blocks: &[BlockId]) -> KvTransferParams {
         let held = HeldKv {
             blocks: blocks.to_vec(),
             tokens: prompt.len() as u32,
@@ -188,7 +188,7 @@ impl Prefill {
     }
 
     /// The ids that come back within a second, once there are `count`.
-    pub async fn freed(&self, count: usize) -> Vec<u64> {
+    pub(crate) async fn freed(&self, count: usize) -> Vec<u64> {
         let mut freed = Vec::new();
         let all = async {
             while freed.len() < count {
@@ -205,7 +205,7 @@ impl Prefill {
     }
 
     /// Nothing is held, read or borrowed, and nothing else comes back.
-    pub async fn is_idle(&self) {
+    pub(crate) async fn is_idle(&self) {
         eventually("prefill is idle", || {
             let stats = self.exporter.stats();
             (stats.leases, stats.readers) == (0, 0) && self.memory.arena.borrowed_blocks() == 0
@@ -214,7 +214,7 @@ impl Prefill {
         assert!(self.exporter.take_freed().is_empty(), "given back twice");
     }
 
-    pub async fn shut_down(&self) {
+    pub(crate) async fn shut_down(&self) {
         self.stop.cancel();
         self.tasks.close();
         timeout(Duration::from_secs(3), self.tasks.wait())
@@ -224,15 +224,15 @@ impl Prefill {
 }
 
 /// A decode instance without its engine.
-pub struct Decode {
-    pub importer: Importer,
-    pub memory: Memory,
-    pub stop: CancellationToken,
+pub(crate) struct Decode {
+    pub(crate) importer: Importer,
+    pub(crate) memory: Memory,
+    pub(crate) stop: CancellationToken,
     tasks: TaskTracker,
 }
 
 impl Decode {
-    pub fn start(options: &Options) -> Self {
+    pub(crate) fn start(options: &Options) -> Self {
         let memory = Memory::new(options);
         let config = ImporterConfig {
             fingerprint: options.fingerprint.clone(),
@@ -254,14 +254,14 @@ impl Decode {
         }
     }
 
-    pub async fn is_idle(&self) {
+    pub(crate) async fn is_idle(&self) {
         eventually("decode is idle", || {
             self.importer.stats().claims == 0 && self.memory.arena.borrowed_blocks() == 0
         })
         .await;
     }
 
-    pub async fn shut_down(&self) {
+    pub(crate) async fn shut_down(&self) {
         self.stop.cancel();
         self.tasks.close();
         timeout(Duration::from_secs(3), self.tasks.wait())
@@ -275,21 +275,21 @@ fn key(options: &Options) -> Option<PeerKey> {
 }
 
 /// A prompt that no other number has.
-pub fn prompt(number: u32, tokens: usize) -> Vec<TokenId> {
+pub(crate) fn prompt(number: u32, tokens: usize) -> Vec<TokenId> {
     (0..tokens as u32)
         .map(|position| number * 1000 + position % 97)
         .collect()
 }
 
 /// What [`Memory::fill`] fills a prompt's KV from.
-pub fn seed(prompt: &[TokenId]) -> u64 {
+pub(crate) fn seed(prompt: &[TokenId]) -> u64 {
     prompt.iter().fold(prompt.len() as u64, |seed, &id| {
         seed.wrapping_mul(31).wrapping_add(u64::from(id))
     })
 }
 
 /// The same handle, as if the KV channel listened elsewhere.
-pub fn redirect(params: &KvTransferParams, to: SocketAddr) -> KvTransferParams {
+pub(crate) fn redirect(params: &KvTransferParams, to: SocketAddr) -> KvTransferParams {
     KvTransferParams {
         remote_host: Some(to.ip().to_string()),
         remote_port: Some(to.port()),
@@ -298,7 +298,7 @@ pub fn redirect(params: &KvTransferParams, to: SocketAddr) -> KvTransferParams {
 }
 
 /// Waits until something is so, 3 s at the most.
-pub async fn eventually(what: &str, is_so: impl Fn() -> bool) {
+pub(crate) async fn eventually(what: &str, is_so: impl Fn() -> bool) {
     let end = Instant::now() + Duration::from_secs(3);
     while !is_so() {
         assert!(Instant::now() < end, "never: {what}");
