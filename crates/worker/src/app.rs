@@ -21,6 +21,8 @@ use twinfer_text::{ChatTemplate, Tokenizer};
 
 /// Requests whose text is being parsed, rendered or tokenised at the same time.
 const PREPARED_AT_ONCE: usize = 4;
+/// Bodies of the greatest length that may be read or prepared at the same time.
+const LARGE_BODIES: u64 = 4;
 /// Longest time a request's body may take to arrive.
 pub(crate) const BODY_TIME: Duration = Duration::from_secs(60);
 
@@ -38,6 +40,8 @@ pub(crate) struct App {
     pub(crate) metrics: InstanceMetrics,
     /// Bounds the CPU work of preparing requests beside the engine's.
     pub(crate) preparing: Arc<Semaphore>,
+    /// Room for bodies, in KiB.
+    pub(crate) bodies: Arc<Semaphore>,
     pub(crate) tasks: TaskTracker,
     progress: Mutex<LoadProgress>,
     instance: OnceLock<Arc<Instance>>,
@@ -73,7 +77,11 @@ impl App {
         drain: Drain,
     ) -> Self {
         let metrics = InstanceMetrics::new(&settings.model_name);
+        let room = LARGE_BODIES * config.max_body_bytes.div_ceil(1024);
         Self {
+            bodies: Arc::new(Semaphore::new(
+                usize::try_from(room).unwrap_or(Semaphore::MAX_PERMITS),
+            )),
             config,
             settings,
             name,

@@ -98,6 +98,14 @@ impl Handoff {
         exporter.register(id, kv, prompt, last_token).await
     }
 
+    /// Takes over the connector's numbers.
+    pub(crate) fn publish(&self, metrics: &KvMetrics) {
+        metrics.publish(
+            self.exporter.as_ref().map(Exporter::stats),
+            self.importer.as_ref().map(Importer::stats),
+        );
+    }
+
     /// Ends a lease early; idempotent.
     pub(crate) fn release(&self, release: &KvRelease) -> handoff::ReleaseOutcome {
         match &self.exporter {
@@ -229,8 +237,6 @@ impl Fetcher {
     fn report(&self, id: RequestId, fetched: Result<FetchReport, ApiError>) {
         let outcome = match fetched {
             Ok(report) => {
-                self.metrics.handoffs.inc();
-                self.metrics.bytes.inc_by(report.bytes);
                 self.metrics.seconds.observe(report.seconds);
                 KvOutcome::Loaded
             }

@@ -1,7 +1,10 @@
 //! What an instance counts: vLLM's names where the thing is the same, else `twinfer_*`. Every label has
 //! a fixed, small set of values.
 
+use crate::handoff::{ExporterStats, ImporterStats};
+use parking_lot::Mutex;
 use prometheus_client::encoding::EncodeLabelSet;
+use std::sync::Arc;
 use std::time::Duration;
 use twinfer_engine::{EngineStats, FinishReason, PromptSources};
 use twinfer_http::{
@@ -41,6 +44,16 @@ struct CodeLabels {
     code: &'static str,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct DirectionLabels {
+    direction: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ReasonLabels {
+    reason: &'static str,
+}
+
 /// What the engine thread counts.
 #[derive(Clone, Debug)]
 pub(crate) struct EngineMetrics {
@@ -62,16 +75,26 @@ pub(crate) struct EngineMetrics {
     finished: [Counter; 4],
 }
 
-/// What the handoff counts.
+/// What the handoff counts: the connector's own numbers, taken over when somebody asks.
 #[derive(Clone, Debug)]
 pub(crate) struct KvMetrics {
-    /// Bytes of KV read from prefill instances or sent to decode instances.
-    pub(crate) bytes: Counter,
-    /// Transfers that ended well.
-    pub(crate) handoffs: Counter,
     /// Seconds of a transfer.
     pub(crate) seconds: Histogram,
+    sent: Direction,
+    received: Direction,
     failures: Family<CodeLabels, Counter>,
+    rejected: Family<ReasonLabels, Counter>,
+    leases: Gauge,
+    expired: Counter,
+    redials: Counter,
+    seen: Arc<Mutex<(ExporterStats, ImporterStats)>>,
+}
+
+#[derive(Clone, Debug)]
+struct Direction {
+    bytes: Counter,
+    handoffs: Counter,
+    connections: Gauge,
 }
 
 /// All metrics of an instance.
@@ -91,22 +114,7 @@ const REASONS: [&str; 4] = ["stop", "length", "abort", "error"];
 impl InstanceMetrics {
     pub(crate) fn new(model: &str) -> Self {
         let registry = Metrics::new();
-        let kv = KvMetrics {
-            bytes: registry.counter(
-                "twinfer_kv_handoff_bytes",
-                "Bytes of KV handed over, in either direction",
-            ),
-            handoffs: registry.counter("twinfer_kv_handoffs", "KV handoffs that ended well"),
-            seconds: registry.histogram(
-                "twinfer_kv_handoff_seconds",
-                "Time of a KV handoff at the decode instance",
-                &SECONDS_TTFT,
-            ),
-            failures: registry.counters(
-                "twinfer_kv_load_failures",
-                "KV handoffs that failed, by error code",
-            ),
-        };
+        let kv = KvMetrics::new(&registry);
         Self {
             engine: EngineMetrics::new(&registry, model),
             kv,
@@ -139,12 +147,98 @@ impl InstanceMetrics {
 }
 
 impl KvMetrics {
+    fn new(registry: &Metrics) -> Self {
+        let bytes = registry.counters(
+            "twinfer_kv_handoff_bytes",
+            "Bytes of KV handed over and verified",
+        );
+        let handoffs = registry.counters("twinfer_kv_handoffs", "KV handoffs that ended well");
+        let connections = registry.gauges(
+            "twinfer_kv_connections",
+            "Open connections of the KV channel",
+        );
+        let direction = |direction| {
+            let labels = DirectionLabels { direction };
+            Direction {
+                bytes: bytes.get_or_create(&labels).clone(),
+                handoffs: handoffs.get_or_create(&labels).clone(),
+                connections: connections.get_or_create(&labels).clone(),
+            }
+        };
+        Self {
+            seconds: registry.histogram(
+                "twinfer_kv_handoff_seconds",
+                "Time of a KV handoff at the decode instance",
+                &SECONDS_TTFT,
+            ),
+            sent: direction("sent"),
+            received: direction("received"),
+            failures: registry.counters(
+                "twinfer_kv_load_failures",
+                "KV handoffs that failed at the decode instance, by error code",
+            ),
+            rejected: registry.counters(
+                "twinfer_kv_connections_rejected",
+                "Connections that the KV channel closed instead of serving them, by reason",
+            ),
+            leases: registry.gauge(
+                "twinfer_kv_leases",
+                "Prompts whose KV is kept for a decode instance",
+            ),
+            expired: registry.counter("twinfer_kv_leases_expired", "Leases that ended by time"),
+            redials: registry.counter(
+                "twinfer_kv_redials",
+                "Idle connections that turned out dead and were replaced",
+            ),
+            seen: Arc::default(),
+        }
+    }
+
+    /// Counts a fetch that did not end well.
     pub(crate) fn failure(&self, error: &ApiError) {
         self.failures
             .get_or_create(&CodeLabels {
                 code: error.kind.code(),
             })
             .inc();
+    }
+
+    /// Takes over the connector's numbers.
+    pub(crate) fn publish(&self, exporter: Option<ExporterStats>, importer: Option<ImporterStats>) {
+        let mut seen = self.seen.lock();
+        let since = |now: u64, before: u64| now.saturating_sub(before);
+        let gauge = |gauge: &Gauge, now: u64| gauge.set(i64::try_from(now).unwrap_or(i64::MAX));
+        if let Some(now) = exporter {
+            let before = std::mem::replace(&mut seen.0, now);
+            self.sent.bytes.inc_by(since(now.bytes, before.bytes));
+            self.sent.handoffs.inc_by(since(now.pulls, before.pulls));
+            gauge(&self.sent.connections, now.connections);
+            gauge(&self.leases, now.leases);
+            self.expired.inc_by(since(now.expired, before.expired));
+            let (now, before) = (now.rejections, before.rejections);
+            for (reason, now, before) in [
+                ("protocol", now.protocol, before.protocol),
+                ("version", now.version, before.version),
+                ("key", now.key, before.key),
+                ("silent", now.silent, before.silent),
+                ("evicted", now.evicted, before.evicted),
+                ("busy", now.busy, before.busy),
+                ("mismatch", now.mismatch, before.mismatch),
+            ] {
+                self.rejected
+                    .get_or_create(&ReasonLabels { reason })
+                    .inc_by(since(now, before));
+            }
+        }
+        if let Some(now) = importer {
+            let before = std::mem::replace(&mut seen.1, now);
+            self.received.bytes.inc_by(since(now.bytes, before.bytes));
+            self.received
+                .handoffs
+                .inc_by(since(now.pulls, before.pulls));
+            gauge(&self.received.connections, now.connections);
+            self.redials.inc_by(since(now.redials, before.redials));
+        }
     }
 }
 

@@ -6,16 +6,19 @@ use crate::prepare::{Kind, Leg, Prepared, check_model, prepare, render};
 use crate::respond::{Answer, json};
 use axum::Router;
 use axum::body::Body;
-use axum::extract::{Request, State};
+use axum::extract::rejection::PathRejection;
+use axum::extract::{Path, Request, State};
 use axum::response::Response;
 use axum::routing::{get, post};
 use bytes::Bytes;
-use http::header::CONTENT_TYPE;
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE};
 use http::{HeaderMap, HeaderValue};
 use serde_json::{Value, json as value};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Instant;
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::time::timeout;
 use twinfer_http::{
     ClientAddr, METRICS_CONTENT_TYPE, check_content_type, error_response, parse_json, read_body,
     with_fallbacks,
@@ -25,6 +28,10 @@ use twinfer_protocol::{ApiError, ErrorKind, KvRelease, LoadReport, TokenId};
 
 /// Completions with bodies up to this many bytes are prepared on the spot.
 const INLINE_BYTES: usize = 4 << 10;
+/// Bodies up to this many bytes are read whatever else is being read.
+const SMALL_BODY: u64 = 64 << 10;
+/// Picks a rank of the instance (vLLM's name).
+const RANK_HEADER: &str = "x-data-parallel-rank";
 /// Body of `POST /twinfer/kv/release`.
 const RELEASE_BYTES: u64 = 4 << 10;
 
@@ -34,6 +41,7 @@ pub(crate) fn router(app: Arc<App>) -> Router {
         .route("/v1/completions", post(completions))
         .route("/v1/chat/completions", post(chat_completions))
         .route("/v1/models", get(models))
+        .route("/v1/models/{*name}", get(model))
         .route("/tokenize", post(tokenize))
         .route("/detokenize", post(detokenize))
         .route("/health", get(health))
@@ -55,13 +63,20 @@ async fn chat_completions(State(app): State<Arc<App>>, request: Request) -> Resp
 
 async fn generate(app: &Arc<App>, kind: Kind, request: Request) -> Result<Response, ApiError> {
     let arrived = Instant::now();
-    let (caller, instance, headers, body) = begin(app, request).await?;
+    let Begun {
+        caller,
+        instance,
+        headers,
+        body,
+        room,
+    } = begin(app, request).await?;
     let mut prepared = if kind == Kind::Completion && body.len() <= INLINE_BYTES {
         prepare(&instance, kind, &body, caller)?
     } else {
         let (instance, body) = (Arc::clone(&instance), body.clone());
         off_thread(app, move || prepare(&instance, kind, &body, caller)).await?
     };
+    drop((body, room));
     let prefix = match kind {
         Kind::Completion => "cmpl",
         Kind::Chat => "chatcmpl",
@@ -106,26 +121,52 @@ async fn generate(app: &Arc<App>, kind: Kind, request: Request) -> Result<Respon
 async fn models(State(app): State<Arc<App>>, request: Request) -> Response {
     let list = || {
         app.caller(request.headers(), client(&request))?;
-        let instance = app.instance()?;
         json(&ModelList {
             object: "list".into(),
-            data: vec![ModelCard {
-                id: instance.card.model.clone(),
-                object: "model".into(),
-                created: app.created,
-                owned_by: "twinfer".into(),
-                root: Some(instance.card.model.clone()),
-                parent: None,
-                max_model_len: Some(instance.card.limits.max_model_len),
-            }],
+            data: vec![model_card(&app, app.instance()?)],
         })
     };
     answered(&app, list())
 }
 
+async fn model(
+    State(app): State<Arc<App>>,
+    name: Result<Path<String>, PathRejection>,
+    request: Request,
+) -> Response {
+    let one = || {
+        app.caller(request.headers(), client(&request))?;
+        let instance = app.instance()?;
+        // What is no UTF-8 is no model either.
+        check_model(
+            instance,
+            Some(name.as_ref().map_or("", |name| name.as_str())),
+        )?;
+        json(&model_card(&app, instance))
+    };
+    answered(&app, one())
+}
+
+fn model_card(app: &App, instance: &Instance) -> ModelCard {
+    ModelCard {
+        id: instance.card.model.clone(),
+        object: "model".into(),
+        created: app.created,
+        owned_by: "twinfer".into(),
+        root: Some(instance.card.model.clone()),
+        parent: None,
+        max_model_len: Some(instance.card.limits.max_model_len),
+    }
+}
+
 async fn tokenize(State(app): State<Arc<App>>, request: Request) -> Response {
     let run = async {
-        let (_, instance, _, body) = begin(&app, request).await?;
+        let Begun {
+            instance,
+            body,
+            room: _room,
+            ..
+        } = begin(&app, request).await?;
         let (tokens, strings) = {
             let instance = Arc::clone(&instance);
             off_thread(&app, move || tokens_of(&instance, &body)).await?
@@ -176,7 +217,12 @@ fn tokens_of(
 
 async fn detokenize(State(app): State<Arc<App>>, request: Request) -> Response {
     let run = async {
-        let (_, instance, _, body) = begin(&app, request).await?;
+        let Begun {
+            instance,
+            body,
+            room: _room,
+            ..
+        } = begin(&app, request).await?;
         let text = off_thread(&app, move || {
             let fields = Fields::parse(&body)?;
             check_model(&instance, fields.string("model")?.as_deref())?;
@@ -218,6 +264,9 @@ async fn ready(State(app): State<Arc<App>>) -> Response {
 }
 
 async fn metrics(State(app): State<Arc<App>>) -> Response {
+    if let Some(instance) = app.loaded() {
+        instance.handoff.publish(&app.metrics.kv);
+    }
     let mut response = Response::new(Body::from(app.metrics.encode(app.readiness().is_ok())));
     response
         .headers_mut()
@@ -258,17 +307,75 @@ async fn kv_release(State(app): State<Arc<App>>, request: Request) -> Response {
     answered(&app, run.await)
 }
 
-/// Key, readiness, content type and body, in this order.
-async fn begin(
-    app: &App,
-    request: Request,
-) -> Result<(Caller, Arc<Instance>, HeaderMap, Bytes), ApiError> {
+/// A request whose head was judged and whose body is there.
+struct Begun {
+    caller: Caller,
+    instance: Arc<Instance>,
+    headers: HeaderMap,
+    body: Bytes,
+    /// The body's share of what all bodies may take; none for a small one.
+    room: Option<OwnedSemaphorePermit>,
+}
+
+/// Key, readiness, rank, content type and body, in this order.
+async fn begin(app: &App, request: Request) -> Result<Begun, ApiError> {
     let caller = app.caller(request.headers(), client(&request))?;
     let instance = Arc::clone(app.instance()?);
     let (parts, body) = request.into_parts();
+    check_rank(&parts.headers, instance.card.ranks)?;
     check_content_type(&parts.headers)?;
+    let room = room(app, &parts.headers).await?;
     let body = read_body(&parts.headers, body, app.config.max_body_bytes, BODY_TIME).await?;
-    Ok((caller, instance, parts.headers, body))
+    Ok(Begun {
+        caller,
+        instance,
+        headers: parts.headers,
+        body,
+        room,
+    })
+}
+
+/// `X-data-parallel-rank` picks a rank; one that is not there is never replaced by another.
+fn check_rank(headers: &HeaderMap, ranks: u32) -> Result<(), ApiError> {
+    let Some(value) = headers.get(RANK_HEADER) else {
+        return Ok(());
+    };
+    let rank = value
+        .to_str()
+        .ok()
+        .and_then(|text| text.parse::<u32>().ok());
+    match rank {
+        Some(rank) if rank < ranks => Ok(()),
+        _ => Err(ApiError::invalid(
+            RANK_HEADER,
+            format!(
+                "{RANK_HEADER} is {value:?}; 0 to {} are allowed",
+                ranks.saturating_sub(1)
+            ),
+        )),
+    }
+}
+
+/// Waits until the body has room beside the others that are being read or prepared. One without a
+/// length may become as large as is allowed.
+async fn room(app: &App, headers: &HeaderMap) -> Result<Option<OwnedSemaphorePermit>, ApiError> {
+    let declared = headers
+        .get(CONTENT_LENGTH)
+        .and_then(|v| v.to_str().ok()?.parse::<u64>().ok());
+    let bytes = declared.unwrap_or(app.config.max_body_bytes);
+    // A longer one is refused without being read.
+    if bytes <= SMALL_BODY || bytes > app.config.max_body_bytes {
+        return Ok(None);
+    }
+    let kilobytes = u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX);
+    let room = Arc::clone(&app.bodies).acquire_many_owned(kilobytes);
+    match timeout(BODY_TIME, room).await {
+        Ok(Ok(room)) => Ok(Some(room)),
+        _ => Err(ApiError::new(
+            ErrorKind::Overloaded,
+            "too many large requests are being read",
+        )),
+    }
 }
 
 /// Runs CPU work on a blocking thread, few at a time.

@@ -4,6 +4,7 @@ mod chat;
 mod completions;
 mod faults;
 mod keys;
+mod life;
 mod limits;
 mod pair;
 mod support;

@@ -438,3 +438,86 @@ async fn odd_handles_are_refused_and_never_panic() {
     assert_eq!(pair.decode.client.text("say:alive|", 9).await, "alive");
     pair.decode.kv_idle(AT_ONCE).await;
 }
+
+/// C2.4.
+#[tokio::test]
+async fn a_full_queue_at_decode_frees_prefill_at_once() {
+    let (go, wait) = std::sync::mpsc::sync_channel::<()>(1000);
+    let mut steps = 0;
+    let before_step = move |_| {
+        steps += 1;
+        if steps > 2 {
+            let _ = wait.recv_timeout(Duration::from_secs(9));
+        }
+        Ok(())
+    };
+    let mut options = Options {
+        before_step: Some(Box::new(before_step)),
+        ..Options::default()
+    };
+    options.config.role = Role::Decode;
+    options.config.max_num_seqs = 1;
+    options.config.max_waiting = 0;
+    let decode = Server::start(options).await;
+    let mut options = Options::default();
+    options.config.role = Role::Prefill;
+    let pair = Pair {
+        prefill: Server::start(options).await,
+        decode,
+    };
+    let mut busy = tokio::task::JoinSet::new();
+    let client = pair.decode.client.clone();
+    busy.spawn(async move { client.text("ab", 1).await });
+    while pair.decode.drain.in_flight() == 0 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let body = json!({"prompt": "hello"});
+    let handle = pair.handle(PATH, &body).await;
+    let answer = loop {
+        // Until the other one has its place.
+        let answer = pair.decode(PATH, &body, &handle).await;
+        if answer.status != 200 {
+            break answer;
+        }
+    };
+    assert_eq!(
+        (answer.error().0, answer.error().1.as_str()),
+        (429, "overloaded")
+    );
+    assert!(answer.headers.contains_key("retry-after"));
+    pair.prefill.kv_idle(AT_ONCE).await;
+    for _ in 0..100 {
+        let _ = go.try_send(());
+    }
+    assert_eq!(busy.join_next().await.unwrap().unwrap(), expected("ab", 1));
+    pair.idle().await;
+}
+
+/// A prefill instance that accepts and never says a word.
+#[tokio::test]
+async fn a_silent_prefill_holds_up_nobody_and_a_client_that_leaves_frees_its_blocks() {
+    let pair = Pair::start(|_| {}).await;
+    let silent = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let body = json!({"prompt": "some prompt", "max_tokens": 3});
+    let mut handle = pair.handle(PATH, &body).await;
+    handle["remote_port"] = json!(silent.local_addr().unwrap().port());
+    let mut waiting = tokio::task::JoinSet::new();
+    for _ in 0..3 {
+        let client = pair.decode.client.clone();
+        let mut body = body.clone();
+        body["kv_transfer_params"] = handle.clone();
+        waiting.spawn(async move { client.post(PATH, &body).await });
+    }
+    let (connection, _) = silent.accept().await.unwrap();
+    assert_eq!(
+        pair.decode.client.text("say:others go on|", 20).await,
+        "others go on"
+    );
+    assert_ne!(
+        pair.decode.client.get("/twinfer/load").await.json()["kv_blocks"]["used"],
+        0
+    );
+    waiting.shutdown().await;
+    pair.decode.kv_idle(AT_ONCE).await;
+    drop(connection);
+}

@@ -6,7 +6,7 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method};
 use hyper::body::Incoming;
 use serde_json::{Value, json};
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
@@ -19,7 +19,7 @@ use twinfer_engine::{ExecError, Executor};
 use twinfer_http::{ClientOptions, Drain, Endpoint, PeerClient, collect_body, next_chunk};
 use twinfer_protocol::{Fingerprint, Role, TokenId};
 use twinfer_text::{ChatTemplate, Tokenizer};
-use twinfer_worker::{Hooks, Model, Ready, SamplingDefaults, ServeError, serve_with};
+use twinfer_worker::{Hooks, LoadProgress, Model, Ready, SamplingDefaults, ServeError, serve_with};
 
 /// Far beyond what any answer here takes.
 pub(crate) const LIMIT: Duration = Duration::from_secs(20);
@@ -153,6 +153,45 @@ pub(crate) fn expected(prompt: &str, tokens: usize) -> String {
         .collect()
 }
 
+/// The scripted model; `path` has its tokenizer.
+pub(crate) fn model(
+    path: &Path,
+    config: &ServeConfig,
+    num_blocks: u32,
+    before_step: Option<BeforeStep>,
+    weights: &str,
+) -> Model {
+    let tokenizer = Arc::new(Tokenizer::from_dir(path).unwrap());
+    let template = ChatTemplate::from_dir(path, &tokenizer).unwrap();
+    let shape = ScriptedShape {
+        vocab_size: BYTE_VOCAB,
+        block_size: config.block_size as usize,
+        num_blocks,
+        max_context: CONTEXT,
+    };
+    let mut executor = ScriptedExecutor::new(shape).unwrap().with_script(script);
+    if let Some(mut before) = before_step {
+        executor = executor.with_before_step(move |info| before(info.works.len()));
+    }
+    Model {
+        executor: Box::new(executor) as Box<dyn Executor>,
+        fingerprint: Fingerprint {
+            id: weights.into(),
+            weights: weights.into(),
+            block_size: config.block_size,
+            ..Fingerprint::default()
+        },
+        tokenizer,
+        template,
+        num_blocks,
+        max_model_len: config.max_model_len.unwrap_or(CONTEXT as u32),
+        defaults: SamplingDefaults {
+            temperature: 0.0,
+            ..SamplingDefaults::default()
+        },
+    }
+}
+
 impl Server {
     pub(crate) async fn start(options: Options) -> Self {
         let dir = tempfile::tempdir().unwrap();
@@ -173,36 +212,8 @@ impl Server {
             before_step,
             weights,
         } = options;
-        let load = move |config: &ServeConfig, _: &(dyn Fn(_) + Sync)| {
-            let tokenizer = Arc::new(Tokenizer::from_dir(&path).unwrap());
-            let template = ChatTemplate::from_dir(&path, &tokenizer).unwrap();
-            let shape = ScriptedShape {
-                vocab_size: BYTE_VOCAB,
-                block_size: config.block_size as usize,
-                num_blocks,
-                max_context: CONTEXT,
-            };
-            let mut executor = ScriptedExecutor::new(shape).unwrap().with_script(script);
-            if let Some(mut before) = before_step {
-                executor = executor.with_before_step(move |info| before(info.works.len()));
-            }
-            Ok(Model {
-                executor: Box::new(executor) as Box<dyn Executor>,
-                fingerprint: Fingerprint {
-                    id: weights.into(),
-                    weights: weights.into(),
-                    block_size: config.block_size,
-                    ..Fingerprint::default()
-                },
-                tokenizer,
-                template,
-                num_blocks,
-                max_model_len: config.max_model_len.unwrap_or(CONTEXT as u32),
-                defaults: SamplingDefaults {
-                    temperature: 0.0,
-                    ..SamplingDefaults::default()
-                },
-            })
+        let load = move |config: &ServeConfig, _: &(dyn Fn(LoadProgress) + Sync)| {
+            Ok(model(&path, config, num_blocks, before_step, weights))
         };
         let mut task = JoinSet::new();
         task.spawn(serve_with(config, drain.clone(), hooks, load));
