@@ -110,7 +110,10 @@ impl Plan {
         if !run.is_empty() {
             steps.push(Step::Write(run.into()));
         }
-        Self { steps, end: self.end }
+        Self {
+            steps,
+            end: self.end,
+        }
     }
 
     /// This answer, stopped after `limit` bytes, and then `end`.

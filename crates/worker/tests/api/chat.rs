@@ -3,6 +3,7 @@ use serde_json::{Value, json};
 
 const PATH: &str = "/v1/chat/completions";
 
+#[expect(clippy::needless_pass_by_value, reason = "callers pass json!(...)")]
 fn body(content: Value, rest: Value) -> Value {
     let mut body = json!({"messages": [{"role": "user", "content": content}]});
     body.as_object_mut()

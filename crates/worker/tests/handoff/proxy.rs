@@ -76,7 +76,11 @@ impl Exchange {
 
 impl Proxy {
     /// The n-th connection suffers the n-th of `to_client` and `to_server`; further ones nothing.
-    pub(crate) async fn start(server: SocketAddr, to_client: Vec<Fault>, to_server: Vec<Fault>) -> Self {
+    pub(crate) async fn start(
+        server: SocketAddr,
+        to_client: Vec<Fault>,
+        to_server: Vec<Fault>,
+    ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let stop = CancellationToken::new();

@@ -175,7 +175,11 @@ impl Prefill {
     }
 
     /// As [`Self::hold`] for blocks that have been filled before.
-    pub(crate) async fn hold_filled(&self, prompt: &[TokenId], blocks: &[BlockId]) -> KvTransferParams {
+    pub(crate) async fn hold_filled(
+        &self,
+        prompt: &[TokenId],
+        blocks: &[BlockId],
+    ) -> KvTransferParams {
         let held = HeldKv {
             blocks: blocks.to_vec(),
             tokens: prompt.len() as u32,
