@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::sync::{oneshot, watch};
 use twinfer_config::LogFormat;
 use twinfer_deploy::{LogStyle, Plan, UpError, UpOptions, random_key, reachable_router_url, up};
-use twinfer_protocol::{PEER_KEY_ENV, PEER_KEY_ENV_COMPAT};
+use twinfer_protocol::PEER_KEY_ENV;
 
 pub(crate) fn run(args: &UpArgs) -> Outcome {
     logging::start(args.log_format);
@@ -93,8 +93,8 @@ pub(crate) fn up_failure(error: &UpError) -> Failure {
     Failure::new(code, error)
 }
 
+/// The public proxies' variable does not count here: it may well hold a key for somebody else's service, which
+/// these processes should not send to each other.
 fn has_peer_key() -> bool {
-    [PEER_KEY_ENV, PEER_KEY_ENV_COMPAT]
-        .iter()
-        .any(|name| std::env::var_os(name).is_some_and(|value| !value.is_empty()))
+    std::env::var_os(PEER_KEY_ENV).is_some_and(|value| !value.is_empty())
 }

@@ -119,13 +119,16 @@ fn get(port: u16, path: &str) -> Option<(u16, String)> {
 
 /// The same for a POST of JSON.
 fn post(port: u16, path: &str, body: &str) -> Option<(u16, String)> {
+    post_with_key(port, path, body, "none")
+}
+
+fn post_with_key(port: u16, path: &str, body: &str, key: &str) -> Option<(u16, String)> {
     let length = body.len();
-    exchange(
-        port,
-        &format!(
-            "POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
-        ),
-    )
+    let head = format!(
+        "POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\nauthorization: Bearer \
+         {key}\r\ncontent-length: {length}\r\n\r\n"
+    );
+    exchange(port, &(head + body))
 }
 
 fn exchange(port: u16, request: &str) -> Option<(u16, String)> {

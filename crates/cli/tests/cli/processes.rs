@@ -1,4 +1,4 @@
-use crate::{Running, get, model, run, stderr, twinfer, until};
+use crate::{Running, get, model, post_with_key, run, stderr, twinfer, until};
 use rustix::process::Signal;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -210,20 +210,17 @@ fn keys_stand_in_no_argument_and_no_log() {
     });
     let (status, body) = get(21896, "/v1/models").unwrap();
     assert_eq!(status, 401, "{body}");
-    let mut seen = 0;
-    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
-        let parent = std::fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
-        let parent = parent
-            .rsplit_once(')')
-            .and_then(|(_, rest)| rest.split_whitespace().nth(1).map(str::to_owned));
-        if parent.as_deref() == Some(up.0.id().to_string().as_str()) {
-            seen += 1;
-            let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
-            let line = String::from_utf8_lossy(&line).into_owned();
-            assert!(keys.iter().all(|key| !line.contains(key)), "{line}");
-        }
+    // The router shows its own key to the instances, not the client's.
+    let question = r#"{"model":"demo","messages":[{"role":"user","content":"What is the opposite of hot?"}],"temperature":0}"#;
+    let (status, body) = post_with_key(21896, "/v1/chat/completions", question, keys[1]).unwrap();
+    assert!(status == 200 && body.contains("cold"), "{status} {body}");
+    let pids = children(up.0.id());
+    assert_eq!(pids.len(), 3);
+    for pid in pids {
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap();
+        let line = String::from_utf8_lossy(&line).into_owned();
+        assert!(keys.iter().all(|key| !line.contains(key)), "{line}");
     }
-    assert_eq!(seen, 3);
     up.signal(Signal::TERM);
     up.wait(SOON);
     let text = std::fs::read_to_string(&log).unwrap();
@@ -231,4 +228,51 @@ fn keys_stand_in_no_argument_and_no_log() {
         !text.is_empty() && keys.iter().all(|key| !text.contains(key)),
         "{text}"
     );
+}
+
+/// A key that is meant for the public proxies may be one for another service: processes do not send it to each other.
+#[test]
+fn a_foreign_key_in_the_environment_is_not_passed_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = deployment(folder.path(), 21900);
+    let mut command = twinfer();
+    command
+        .arg("up")
+        .arg(&file)
+        .env("OPENAI_API_KEY", "key-of-another-service");
+    let mut up = Running::start(command.stdout(Stdio::null()).stderr(Stdio::null()));
+    until(SOON, "the router is ready", || {
+        get(21900, "/ready").filter(|(status, _)| *status == 200)
+    });
+    let mut seen = 0;
+    for pid in children(up.0.id()) {
+        let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap();
+        let has = |name: &str| {
+            environment
+                .split(|byte| *byte == 0)
+                .any(|entry| entry.starts_with(name.as_bytes()))
+        };
+        assert!(has("TWINFER_PEER_KEY=") && !has("OPENAI_API_KEY="));
+        seen += 1;
+    }
+    assert_eq!(seen, 3);
+    up.signal(Signal::TERM);
+    assert_eq!(up.wait(SOON).code(), Some(0));
+}
+
+/// Process ids of the children of a process.
+fn children(parent: u32) -> Vec<u32> {
+    let parent = parent.to_string();
+    let of_parent = |pid: &u32| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        stat.rsplit_once(')')
+            .and_then(|(_, rest)| rest.split_whitespace().nth(1))
+            == Some(parent.as_str())
+    };
+    std::fs::read_dir("/proc")
+        .unwrap()
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .filter(of_parent)
+        .collect()
 }
