@@ -80,11 +80,16 @@ fn shard_name(i: usize) -> String {
 
 /// Starts it, expects that it ends by itself in time with an error that contains all `words`, and was never ready.
 async fn refused(model: &Path, words: &[&str]) {
+    refused_in(&[], model, words).await;
+}
+
+/// [`refused`] in an environment.
+async fn refused_in(environment: &[(&str, &str)], model: &Path, words: &[&str]) {
     twinfer_it::binary();
     let port = twinfer_it::free_port();
     let start = Instant::now();
     let model = model.display().to_string();
-    let mut process = Process::start(&["serve", &model, "--port", &port.to_string()], &[]);
+    let mut process = Process::start(&["serve", &model, "--port", &port.to_string()], environment);
     let client = twinfer_it::Client::new(format!("127.0.0.1:{port}"));
     let status = loop {
         if let Some(status) = process.ended() {
@@ -286,4 +291,22 @@ async fn a_missing_or_broken_chat_template_fails_chat_alone() {
             "the start-up log is silent about {bad:?}:\n{log}"
         );
     }
+}
+
+#[tokio::test]
+async fn the_instruction_set_of_the_environment_is_taken_or_refused_by_name() {
+    refused_in(
+        &[("TWINFER_ISA", "sse9")],
+        &demo_model(),
+        &["isa is \"sse9\"", "portable"],
+    )
+    .await;
+
+    let mut instance = Instance::serve(&demo_model(), &[], &[("TWINFER_ISA", "portable")]);
+    instance.ready().await;
+    assert!(
+        instance.process.output().contains("isa=portable"),
+        "{}",
+        instance.process.output()
+    );
 }

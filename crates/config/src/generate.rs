@@ -99,6 +99,11 @@ pub struct GenerateConfig {
     #[arg(long)]
     pub cpus: Option<String>,
 
+    /// Instruction set of the kernels: `avx512`, `avx2` or `portable`; else the environment variable
+    /// TWINFER_ISA; else the fastest that the processor has. All give the same answers.
+    #[arg(long, env = "TWINFER_ISA", hide_env = true)]
+    pub isa: Option<String>,
+
     /// Form of log lines.
     #[arg(long, value_enum, default_value_t)]
     #[serde(default)]

@@ -146,6 +146,11 @@ pub struct ServeConfig {
     #[arg(long)]
     pub cpus: Option<String>,
 
+    /// Instruction set of the kernels: `avx512`, `avx2` or `portable`; else the environment variable
+    /// TWINFER_ISA; else the fastest that the processor has. All give the same answers.
+    #[arg(long, env = "TWINFER_ISA", hide_env = true)]
+    pub isa: Option<String>,
+
     /// Seed of requests that bring none.
     #[arg(long, default_value_t = 0)]
     pub seed: u64,

@@ -82,9 +82,10 @@ pub struct CheckedModel {
     pub available_bytes: u64,
     /// Worth telling: ignored fields, tensors, files.
     pub warnings: Vec<String>,
+    /// Instruction set that the kernels will use.
+    pub isa: Isa,
     checkpoint: Checkpoint,
     specs: TensorSpecs,
-    isa: Isa,
 }
 
 /// A model ready to run.
@@ -321,10 +322,14 @@ fn check_options(options: &LoadOptions<'_>) -> Result<Isa, ModelError> {
             allowed: "above 0, at most 1".to_owned(),
         });
     }
-    Isa::detect(options.isa.as_deref()).map_err(|allowed| ModelError::Option {
-        field: "instruction set",
-        value: options.isa.clone().unwrap_or_default(),
-        allowed,
+    Isa::detect(options.isa.as_deref()).map_err(|_| ModelError::Option {
+        field: "isa",
+        value: format!("{:?}", options.isa.as_deref().unwrap_or_default()),
+        allowed: Isa::available()
+            .into_iter()
+            .map(Isa::name)
+            .collect::<Vec<_>>()
+            .join(", "),
     })
 }
 

@@ -48,6 +48,7 @@ pub fn load_model(
         workspace_bytes = checked.workspace_bytes,
         available_bytes = checked.available_bytes,
         max_model_len = checked.max_model_len,
+        isa = %checked.isa,
         "model checked"
     );
     options.tokenizer_hash = tokenizer.content_hash().to_owned();
@@ -89,6 +90,7 @@ fn options(config: &ServeConfig) -> Result<LoadOptions<'static>, ServeError> {
         dtype: config.dtype,
         threads: threads.max(1),
         cpus,
+        isa: config.isa.clone(),
         block_size: config.block_size as usize,
         kv,
         max_model_len: config.max_model_len.map(|length| length as usize),

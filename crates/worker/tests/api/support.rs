@@ -93,6 +93,7 @@ pub(crate) fn config() -> ServeConfig {
         kv_cache_memory: None,
         threads: None,
         cpus: None,
+        isa: None,
         seed: 0,
         max_body_bytes: 8 << 20,
         drain_settle: 0.0,
