@@ -1,9 +1,10 @@
 //! Cases are black-box failures seen in the field; `it/cases.toml` names the tests that guard each.
 
-use crate::run::{capture, cargo, root};
+use crate::run::{capture, cargo};
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
+use twinfer_it::repository;
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -31,7 +32,7 @@ struct Case {
 type Target = (String, String);
 
 pub(crate) fn run(issue: &str) -> Result<()> {
-    let path = root().join("it/cases.toml");
+    let path = repository().join("it/cases.toml");
     let text = std::fs::read_to_string(&path)
         .with_context(|| format!("cannot read {}", path.display()))?;
     let file: CaseFile = toml::from_str(&text).context("it/cases.toml")?;

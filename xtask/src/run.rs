@@ -1,19 +1,13 @@
 //! Running commands of the workspace.
 
 use anyhow::{Context, Result, bail};
-use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-
-/// Root of the checkout that this binary was built from.
-pub(crate) fn root() -> PathBuf {
-    let manifest = Path::new(env!("CARGO_MANIFEST_DIR"));
-    manifest.parent().unwrap_or(manifest).to_path_buf()
-}
+use twinfer_it::repository;
 
 /// The cargo that runs us, or the one on the path.
 pub(crate) fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    command.current_dir(root());
+    command.current_dir(repository());
     command
 }
 

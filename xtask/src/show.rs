@@ -1,11 +1,12 @@
 //! `show ISSUE.k`: runs exactly line k of the issue's "Shown by" list and prints the evidence.
 
-use crate::run::{capture, cargo, check, root};
+use crate::run::{capture, cargo, check};
 use crate::{cases, hash, soak};
 use anyhow::{Context, Result, bail};
 use std::net::TcpListener;
 use std::process::Command;
 use std::time::Instant;
+use twinfer_it::{binary, demo_model, repository};
 
 /// A line of an issue's "Shown by" list.
 struct Line {
@@ -97,7 +98,7 @@ fn fresh_clone() -> Result<()> {
     check(
         Command::new("git")
             .args(["clone", "--quiet"])
-            .arg(root())
+            .arg(repository())
             .arg(&clone),
     )?;
     let in_clone = |arguments: &[&str]| {
@@ -148,8 +149,7 @@ fn fresh_clone() -> Result<()> {
 }
 
 fn blocked_port() -> Result<()> {
-    check(cargo().args(["build", "--release"]))?;
-    let (code, plan) = capture(Command::new(twinfer()).args(["demo", "--print-plan", "--json"]))?;
+    let (code, plan) = capture(Command::new(binary()).args(["demo", "--print-plan", "--json"]))?;
     if code != Some(0) {
         bail!("demo --print-plan failed: {plan}");
     }
@@ -164,7 +164,7 @@ fn blocked_port() -> Result<()> {
         .context("the plan names no KV port of a prefill instance")?;
     let blocker = TcpListener::bind(("127.0.0.1", u16::try_from(port)?))
         .with_context(|| format!("port {port}"))?;
-    let (code, output) = capture(Command::new(twinfer()).args(["demo", "--once"]))?;
+    let (code, output) = capture(Command::new(binary()).args(["demo", "--once"]))?;
     drop(blocker);
     println!("exit {code:?}\n{output}");
     if code != Some(1) {
@@ -207,8 +207,7 @@ fn hash_matrix() -> Result<()> {
 }
 
 fn openai_sdk() -> Result<()> {
-    check(cargo().args(["build", "--release"]))?;
-    let venv = root().join("target/openai-sdk");
+    let venv = repository().join("target/openai-sdk");
     let python = venv.join("bin/python");
     if !python.exists() {
         check(Command::new("python3").args(["-m", "venv"]).arg(&venv))?;
@@ -223,9 +222,9 @@ fn openai_sdk() -> Result<()> {
     ]))?;
     check(
         Command::new(&python)
-            .arg(root().join("it/sdk/check_openai_sdk.py"))
-            .arg(twinfer())
-            .arg(root().join("models/demo")),
+            .arg(repository().join("it/sdk/check_openai_sdk.py"))
+            .arg(binary())
+            .arg(demo_model()),
     )
 }
 
@@ -257,8 +256,4 @@ fn slice_soak() -> Result<()> {
         disconnect: 0.2,
         seconds: 60,
     })
-}
-
-fn twinfer() -> std::path::PathBuf {
-    root().join("target/release/twinfer")
 }

@@ -267,7 +267,7 @@ async fn held(name: &str, instance: &Instance) -> Result<Held> {
             + metrics.sum("twinfer_router_in_flight", &[]),
         files,
         sockets,
-        resident_mib: pages * 4096.0 / f64::from(1 << 20),
+        resident_mib: pages * rustix::param::page_size() as f64 / f64::from(1 << 20),
     })
 }
 

@@ -203,11 +203,6 @@ impl Checkpoint {
         self.places.get(tensor).map(|place| place.dtype)
     }
 
-    /// Bytes of a tensor, by its index in the specs.
-    pub fn tensor_bytes(&self, tensor: usize) -> usize {
-        self.places.get(tensor).map_or(0, |place| place.len)
-    }
-
     /// Reads a tensor, by its index in the specs, into `buffer` of just its size: little-endian,
     /// row-major.
     ///

@@ -113,11 +113,6 @@ impl Drain {
         self.0.expired.clone().cancelled_owned()
     }
 
-    /// Must running requests end?
-    pub fn is_expired(&self) -> bool {
-        self.0.expired.is_cancelled()
-    }
-
     /// Ends everything now: the second signal.
     pub fn end_now(&self) {
         self.0.forced.cancel();

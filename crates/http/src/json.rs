@@ -10,8 +10,6 @@ use std::time::Duration;
 use tokio::time::{Instant, timeout, timeout_at};
 use twinfer_protocol::{ApiError, ErrorKind};
 
-/// Largest request body unless configured: 32 MiB.
-pub const DEFAULT_BODY_LIMIT: u64 = 32 << 20;
 /// Bytes of a body that is too large which are read and thrown away.
 const DISCARD_BYTES: u64 = 256 << 20;
 /// Time for that.

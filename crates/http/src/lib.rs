@@ -20,7 +20,7 @@ pub use client::{ClientOptions, PeerClient, TransportError, collect_body, next_c
 pub use drain::{Drain, DrainEnd, DrainState, InFlight};
 pub use endpoint::{AddressError, Endpoint, Host, HostPort};
 pub use error::{HttpError, error_response, with_fallbacks};
-pub use json::{DEFAULT_BODY_LIMIT, check_content_type, parse_json, read_body, read_json};
+pub use json::{check_content_type, parse_json, read_body, read_json};
 pub use listen::{BindError, Listener};
 pub use metrics::{
     GaugeGuard, METRICS_CONTENT_TYPE, Metrics, SECONDS_INTER_TOKEN, SECONDS_REQUEST, SECONDS_TTFT,
@@ -30,7 +30,7 @@ pub use prometheus_client::metrics::{
     counter::Counter, family::Family, gauge::Gauge, histogram::Histogram,
 };
 pub use secret::{Secret, SecretError, check_bearer};
-pub use serve::{ClientAddr, ServeOptions, is_control_path, serve};
+pub use serve::{ClientAddr, ServeOptions, serve};
 
 /// Any error of a body or a service.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;

@@ -59,7 +59,7 @@ impl Default for ServeOptions {
 }
 
 /// Health, readiness, metrics and peer routes: needed while draining.
-pub fn is_control_path(path: &str) -> bool {
+fn is_control_path(path: &str) -> bool {
     matches!(path, "/health" | "/ready" | "/metrics") || path.starts_with("/twinfer/")
 }
 

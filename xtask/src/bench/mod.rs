@@ -4,11 +4,11 @@ mod engine;
 mod handoff;
 mod router;
 
-use crate::run::root;
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use twinfer_it::repository;
 
 /// Rounds of a run; ours and floor alternate in each, medians count.
 const ROUNDS: usize = 3;
@@ -75,8 +75,8 @@ struct Row {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
-    let text =
-        std::fs::read_to_string(root().join("bench/targets.toml")).context("bench/targets.toml")?;
+    let text = std::fs::read_to_string(repository().join("bench/targets.toml"))
+        .context("bench/targets.toml")?;
     let mut groups: BTreeMap<String, Vec<Target>> =
         toml::from_str(&text).context("bench/targets.toml")?;
     let Some(targets) = groups.remove(&args.group) else {

@@ -167,11 +167,6 @@ impl FakeWorker {
         self.state.scripts.lock().extend(scripts);
     }
 
-    /// Replaces the faults; requests go on being counted from the start of the worker.
-    pub fn set_faults(&self, faults: Vec<FakeFault>) {
-        *self.state.faults.lock() = faults;
-    }
-
     /// What `/health` and `/ready` answer: 200 or 503.
     pub fn set_ready(&self, ready: bool) {
         self.state.ready.store(ready, Ordering::Release);

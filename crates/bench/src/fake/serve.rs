@@ -17,7 +17,7 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
-use twinfer_config::{Dialect, FakeConfig, FakeFault, FaultKind};
+use twinfer_config::{Dialect, FakeConfig, FaultKind};
 use twinfer_protocol::Epoch;
 
 const PULL_TIMEOUT: Duration = Duration::from_secs(5);
@@ -31,7 +31,6 @@ pub(super) struct State {
     headers: Vec<(String, String)>,
     pub(super) log: Log,
     pub(super) scripts: Mutex<VecDeque<Script>>,
-    pub(super) faults: Mutex<Vec<FakeFault>>,
     pub(super) ready: AtomicBool,
     pub(super) served: AtomicU64,
     pub(super) open: AtomicUsize,
@@ -66,7 +65,7 @@ impl Drop for Count<'_> {
 }
 
 impl State {
-    pub(super) fn new(mut config: FakeConfig, addr: SocketAddr) -> Self {
+    pub(super) fn new(config: FakeConfig, addr: SocketAddr) -> Self {
         let name = config
             .name
             .clone()
@@ -84,7 +83,6 @@ impl State {
             headers,
             log: Log::new(config.record),
             scripts: Mutex::default(),
-            faults: Mutex::new(std::mem::take(&mut config.fault)),
             config,
             ready: AtomicBool::new(true),
             served: AtomicU64::new(0),
@@ -344,8 +342,8 @@ fn infer(state: &State, nth: u64, chat: bool, request: &Request) -> Plan {
         Some(Script::Fault(kind)) => Some(kind),
         Some(Script::Plain) => None,
         None => state
-            .faults
-            .lock()
+            .config
+            .fault
             .iter()
             .find(|f| f.hits(nth))
             .map(|f| f.kind.clone()),
