@@ -176,7 +176,8 @@ async fn a_router_is_not_ready_without_a_pair() {
 async fn drains(instance: &mut Instance) {
     let client = instance.client();
     let mut streams = tokio::task::JoinSet::new();
-    for max_tokens in [40, 60, 80, 3900, 3901] {
+    // So many long ones that no machine is through with them before the deadline.
+    for max_tokens in [40, 60, 80].into_iter().chain([3900; 24]) {
         let client = client.clone();
         streams.spawn(async move {
             let stream = client

@@ -24,6 +24,22 @@ pub struct Fingerprint {
     pub numerics: String,
 }
 
+impl Fingerprint {
+    /// The parts with their names, so that two fingerprints can be compared part by part.
+    pub fn parts(&self) -> [(&'static str, String); 8] {
+        [
+            ("config", self.config.clone()),
+            ("weights", self.weights.clone()),
+            ("tokenizer", self.tokenizer.clone()),
+            ("quantization", self.quantization.clone()),
+            ("kv_dtype", self.kv_dtype.clone()),
+            ("block_size", self.block_size.to_string()),
+            ("kv_layout", self.kv_layout.to_string()),
+            ("numerics", self.numerics.clone()),
+        ]
+    }
+}
+
 /// Limits that decide what a request may ask of an instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {

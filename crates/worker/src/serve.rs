@@ -21,7 +21,7 @@ use twinfer_config::ServeConfig;
 use twinfer_engine::KvGeometry;
 use twinfer_http::{Drain, DrainState, Listener, Secret, ServeOptions};
 use twinfer_protocol::{
-    API_KEY_ENV, Epoch, Fingerprint, InstanceCard, Limits, PEER_KEY_ENV, PEER_KEY_ENV_COMPAT,
+    API_KEY_ENV, Epoch, Fingerprint, InstanceCard, Limits, PEER_KEY_ENV, PEER_KEY_ENV_COMPAT, Role,
 };
 use twinfer_sys::BlockArena;
 use twinfer_text::{ChatTemplate, Tokenizer};
@@ -423,7 +423,13 @@ async fn kv_listener(config: &ServeConfig, keyed: bool) -> Result<Option<KvListe
     if !config.role.can_prefill() {
         return Ok(None);
     }
-    let host = config.kv_host.as_deref().unwrap_or(&config.host);
+    // An instance that does both hands nothing over unless asked to: its HTTP address may be open to
+    // all without a peer key, its KV channel may not.
+    let fallback = match config.role {
+        Role::Both if !keyed => "127.0.0.1",
+        _ => config.host.as_str(),
+    };
+    let host = config.kv_host.as_deref().unwrap_or(fallback);
     KvListener::bind(
         host,
         config.kv_port,

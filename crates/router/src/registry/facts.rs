@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 use serde_json::Value;
-use twinfer_protocol::{InstanceCard, Limits};
+use twinfer_protocol::{Fingerprint, InstanceCard, Limits};
 
 /// Longest name of an instance or a model that is taken over, in bytes.
 const MAX_NAME: usize = 256;
@@ -24,7 +24,7 @@ pub(crate) struct Facts {
     pub(crate) name: String,
     pub(crate) models: Vec<Model>,
     /// The native engine's fingerprint; other engines have none.
-    pub(crate) fingerprint: Option<String>,
+    pub(crate) fingerprint: Option<Fingerprint>,
     pub(crate) limits: Option<Limits>,
     /// Has it the `/twinfer/*` routes?
     pub(crate) native: bool,
@@ -80,7 +80,7 @@ impl Facts {
         Ok(Self {
             name,
             models,
-            fingerprint: card.map(|card| card.fingerprint.id.clone()),
+            fingerprint: card.map(|card| card.fingerprint.clone()),
             limits: card.map(|card| card.limits),
             native: card.is_some(),
         })
@@ -90,6 +90,24 @@ impl Facts {
     /// engines check each other.
     pub(crate) fn may_exchange(&self, other: &Self) -> bool {
         self.native == other.native && self.fingerprint == other.fingerprint
+    }
+
+    /// Why these two may not exchange KV; none if they may.
+    pub(crate) fn difference(&self, other: &Self) -> Option<String> {
+        if self.may_exchange(other) {
+            return None;
+        }
+        let (Some(ours), Some(theirs)) = (&self.fingerprint, &other.fingerprint) else {
+            return Some("one is native, the other is not".to_owned());
+        };
+        let parts: Vec<&str> = ours
+            .parts()
+            .iter()
+            .zip(theirs.parts())
+            .filter(|((_, a), (_, b))| a != b)
+            .map(|((name, _), _)| *name)
+            .collect();
+        Some(format!("they differ in {}", parts.join(", ")))
     }
 
     /// Input and output together.

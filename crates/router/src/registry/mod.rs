@@ -265,7 +265,26 @@ impl Registry {
             .iter()
             .filter_map(|i| i.problem().map(|p| format!("{}: {p}", i.name())));
         parts.extend(problems.take(MAX_TOLD));
+        parts.extend(self.mismatches().into_iter().take(MAX_TOLD));
         parts.join("; ")
+    }
+
+    /// Pairs of instances that are up and may not exchange KV, with the reason.
+    fn mismatches(&self) -> Vec<String> {
+        let up = |role: Role| {
+            self.instances
+                .iter()
+                .filter(move |i| i.spec.role == role && i.problem().is_none())
+                .filter_map(|i| Some((i.name(), i.facts.load_full()?)))
+        };
+        up(Role::Prefill)
+            .flat_map(|(prefill, ours)| {
+                up(Role::Decode).filter_map(move |(decode, theirs)| {
+                    let why = ours.difference(&theirs)?;
+                    Some(format!("{prefill} and {decode} cannot exchange KV: {why}"))
+                })
+            })
+            .collect()
     }
 
     fn guard(self: &Arc<Self>, id: InstanceId) -> LoadGuard {

@@ -285,23 +285,14 @@ pub(crate) fn difference(ours: &Fingerprint, theirs: &Fingerprint) -> Option<Str
     if ours == theirs {
         return None;
     }
-    let (block_size, kv_layout) = (ours.block_size.to_string(), ours.kv_layout.to_string());
-    let (their_block_size, their_kv_layout) =
-        (theirs.block_size.to_string(), theirs.kv_layout.to_string());
-    let parts = [
-        ("config", &ours.config, &theirs.config),
-        ("weights", &ours.weights, &theirs.weights),
-        ("tokenizer", &ours.tokenizer, &theirs.tokenizer),
-        ("quantization", &ours.quantization, &theirs.quantization),
-        ("kv_dtype", &ours.kv_dtype, &theirs.kv_dtype),
-        ("block_size", &block_size, &their_block_size),
-        ("kv_layout", &kv_layout, &their_kv_layout),
-        ("numerics", &ours.numerics, &theirs.numerics),
-    ];
-    let differing: Vec<String> = parts
+    let differing: Vec<String> = ours
+        .parts()
         .iter()
-        .filter(|(_, a, b)| a != b)
-        .map(|(name, a, b)| format!("{name} (ours {}, theirs {})", printable(a), printable(b)))
+        .zip(theirs.parts())
+        .filter(|((_, a), (_, b))| a != b)
+        .map(|((name, a), (_, b))| {
+            format!("{name} (ours {}, theirs {})", printable(a), printable(&b))
+        })
         .collect();
     Some(match differing.is_empty() {
         true => format!(

@@ -108,7 +108,12 @@ async fn a_pair_says_what_one_instance_says() {
         by_source(&pair.decode, "local_compute").await,
         f64::from(computed)
     );
-    assert!(pair.decode.metric("twinfer_kv_handoff_bytes_total").await > 0.0);
+    assert!(
+        pair.decode
+            .metric("twinfer_kv_handoff_bytes_total{direction=\"received\"}")
+            .await
+            > 0.0
+    );
 }
 
 #[tokio::test]
