@@ -14,7 +14,7 @@
 //! * **Elementwise** functions round once per written operation; [`math::exp`] is our own and has equal bits in scalar
 //!   and vector form.
 //!
-//! [`reference`] states each definition as plain scalar code; the fast kernels are tested for equal bits against it.
+//! `reference` states each definition as plain scalar code; the fast kernels are tested for equal bits against it.
 //! A change of any of these definitions is a change of [`numerics_class`].
 
 mod attention;

@@ -11,7 +11,7 @@ const MAX_HELD: usize = 32;
 ///
 /// A piece is held back while the text would end in an incomplete character. Bytes that can no longer
 /// become a character are given out as U+FFFD at once, so garbage neither blocks nor costs more than
-/// linear time; at most [`MAX_HELD`] + 3 bytes and one token are ever held.
+/// linear time; at most `MAX_HELD` + 3 bytes and one token are ever held.
 #[derive(Clone, Debug)]
 pub struct IncrementalDetokenizer {
     tokenizer: Arc<Tokenizer>,

@@ -53,7 +53,7 @@ pub fn linear(team: &ThreadTeam, x: &[f32], w: &Matrix, y: &mut [f32]) -> Result
     unsafe { run(team, &[product]) }
 }
 
-/// One product per group of rows, as experts of a layer need it: for each `(w, rows)`, y[rows] = x[rows] · wᵀ. All
+/// One product per group of rows, as experts of a layer need it: for each `(w, rows)`, `y[rows] = x[rows] · wᵀ`. All
 /// matrices have the same shape `[n, k]`; x is `[m, k]`, y `[m, n]`. Rows of no group keep their content in y.
 ///
 /// # Errors
@@ -106,7 +106,7 @@ pub fn grouped_linear(
     unsafe { run(team, &products) }
 }
 
-/// One small product per head: y[row, h] = w[h] · x[row, h], x `[rows, H, k]` (any strides), w H matrices `[n, k]`,
+/// One small product per head: `y[row, h] = w[h] · x[row, h]`, x `[rows, H, k]` (any strides), w H matrices `[n, k]`,
 /// y dense `[rows, H, n]`. MLA uses it for q̃ = Uᵀ q_nope (with U transposed at load) and o = P u.
 ///
 /// # Errors
