@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use twinfer_it::{Instance, demo_model, repository};
 
 const ID: &str = "5b0c0000-0000-4000-8000-000000000000";
@@ -158,10 +158,12 @@ async fn replay(environment: &[(&str, &str)], bearer: &str) {
         handle["remote_block_ids"].as_array().map(Vec::len),
         handle["num_prompt_blocks"].as_u64().map(|n| n as usize)
     );
-    assert!(
-        prefill.kv_busy().await > 0.0,
-        "the prompt's blocks are kept"
-    );
+    // Gauges follow the engine's steps, a moment behind the answer.
+    let end = Instant::now() + Duration::from_secs(5);
+    while prefill.kv_busy().await == 0.0 {
+        assert!(Instant::now() < end, "the prompt's blocks are not kept");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
 
     // The proxy hands the object on as it is.
     let mut request: Map<String, Value> = script["client_request"]
