@@ -1,7 +1,7 @@
 //! One instance: HTTP in front, the engine on its own thread, KV handoff to and from other instances.
 //!
 //! A request's way: `routes` reads it, `prepare` makes tokens of it on a blocking thread, `engine` runs
-//! it, `respond` writes what comes out. [`serve`] is the life of the whole.
+//! it, `respond` writes what comes out. [`serve()`] is the life of the whole.
 #![forbid(unsafe_code)]
 
 mod app;

@@ -13,7 +13,7 @@ use twinfer_text::{ChatTemplate, Tokenizer};
 /// Prompt tokens of the warm-up request; enough to touch every weight and buffer.
 const WARM_UP_TOKENS: u32 = 64;
 
-/// A model before it serves: what [`crate::serve`] makes of a model directory.
+/// A model before it serves: what [`crate::serve()`] makes of a model directory.
 pub struct Model {
     /// Runs steps.
     pub executor: Box<dyn Executor>,

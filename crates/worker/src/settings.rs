@@ -16,7 +16,7 @@ pub(crate) struct Settings {
     pub(crate) deadline: Duration,
 }
 
-/// Checks everything that needs neither the model nor a socket. [`crate::serve`] does it too.
+/// Checks everything that needs neither the model nor a socket. [`crate::serve()`] does it too.
 ///
 /// # Errors
 /// [`ServeError::Config`] names the flag, the value and what is allowed.

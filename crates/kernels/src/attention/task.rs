@@ -318,7 +318,7 @@ fn key_rows<E: Element>(
     keys
 }
 
-/// scores[head][key] = scale · (q · key) for the first `visible` keys; up to three entries behind hold anything.
+/// `scores[head][key]` = scale · (q · key) for the first `visible` keys; up to three entries behind hold anything.
 #[inline(always)]
 unsafe fn score<S: Simd, E: Element>(
     q: *const f32,
@@ -362,7 +362,7 @@ unsafe fn fold_scores<S: Simd>(scores: *mut f32, visible: usize, fold: &mut Fold
     }
 }
 
-/// out[head] ← out[head] · keep + (Σ_j p_j c_j) · take for a group of heads.
+/// `out[head]` ← `out[head]` · keep + (Σ_j p_j c_j) · take for a group of heads.
 #[inline(always)]
 unsafe fn add_values<S: Simd, E: Element>(
     p: *const f32,
