@@ -12,6 +12,9 @@ use twinfer_engine::KvGeometry;
 use twinfer_protocol::{ApiError, BlockId, ErrorKind, TokenId};
 use twinfer_sys::{BlockArena, BlockWrite};
 
+/// Bytes that are read before they are verified: few enough to be still in the core's cache.
+const WINDOW_BYTES: usize = 128 << 10;
+
 /// What is asked for, computed from what this side knows: nothing the peer says changes a size.
 #[derive(Debug)]
 pub(crate) struct Fetch<'a> {
@@ -133,9 +136,10 @@ impl<'a> Fetch<'a> {
             .read_units(&mut [IoSliceMut::new(checksums.as_flattened_mut())], &pace)
             .await?;
         self.verify_seal(&checksums)?;
+        let window = (WINDOW_BYTES / self.units.bytes(0).max(1)).clamp(1, SLICES);
         for layer in 0..self.units.layers() {
-            for first in (0..self.wanted).step_by(SLICES) {
-                let end = self.wanted.min(first + SLICES);
+            for first in (0..self.wanted).step_by(window) {
+                let end = self.wanted.min(first + window);
                 let batch = &mut guards[first..end];
                 let mut slices = Vec::with_capacity(batch.len());
                 for (block, guard) in (first..).zip(batch.iter_mut()) {
@@ -145,7 +149,6 @@ impl<'a> Fetch<'a> {
                     slices.push(IoSliceMut::new(rows.ok_or_else(|| self.no_layer(layer))?));
                 }
                 channel.read_units(&mut slices, &pace).await?;
-                // While the bytes are still in the core's cache.
                 for (block, guard) in (first..).zip(batch.iter()) {
                     let rows = guard
                         .unit(layer)
