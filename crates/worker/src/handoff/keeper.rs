@@ -7,7 +7,7 @@ use crate::handoff::peers::Peer;
 use crate::handoff::wire::{RENEW_CAP, Request, WireHandle};
 use futures_util::StreamExt;
 use futures_util::stream::{self, FuturesUnordered};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,8 +15,12 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior, interval_at, timeout};
 use tokio_util::sync::CancellationToken;
 
-/// Peers that are spoken to at the same time, for renewals and for releases.
-const AT_ONCE: usize = 8;
+/// Peers that are renewed at the same time.
+const RENEWED_AT_ONCE: usize = 8;
+/// Peers that are sent releases at the same time.
+const RELEASED_AT_ONCE: usize = 32;
+/// Releases that wait for one peer; more are left to their leases.
+const WAITING_CAP: usize = 256;
 /// Renewals are no more frequent than this.
 const SHORTEST_TICK: Duration = Duration::from_millis(10);
 /// Releases that wait when the instance stops are sent within this time.
@@ -60,30 +64,58 @@ impl ImporterKeeper {
     }
 }
 
-/// Sends releases as they come, few at a time; after `shutdown` those that wait, and ends.
+/// Sends releases as they come, one after the other to a peer, to few peers at a time; after `shutdown`
+/// those that wait, and ends.
 async fn serve_releases(
     importer: &Importer,
     mut queue: mpsc::Receiver<Arc<RemoteHandle>>,
     shutdown: &CancellationToken,
 ) {
+    // A peer that does not answer must not keep those of others waiting.
+    let mut waiting: BTreeMap<Peer, Vec<Arc<RemoteHandle>>> = BTreeMap::new();
+    let mut busy: BTreeSet<Peer> = BTreeSet::new();
     let mut running = FuturesUnordered::new();
     loop {
+        while running.len() < RELEASED_AT_ONCE
+            && let Some(peer) = waiting.keys().find(|&peer| !busy.contains(peer)).cloned()
+            && let Some(handles) = waiting.remove(&peer)
+        {
+            busy.insert(peer.clone());
+            running.push(release(importer, peer, handles));
+        }
+        if queue.is_closed() && queue.is_empty() && running.is_empty() {
+            return;
+        }
         tokio::select! {
             () = shutdown.cancelled(), if !queue.is_closed() => queue.close(),
-            next = queue.recv(), if running.len() < AT_ONCE => match next {
-                Some(handle) => running.push(release(importer, handle)),
-                None => break,
-            },
-            Some(()) = running.next() => {}
+            Some(handle) = queue.recv() => {
+                let handles = waiting.entry(handle.peer.clone()).or_default();
+                match handles.len() < WAITING_CAP {
+                    true => handles.push(handle),
+                    false => importer.shared.counters.releases_lost.add(1),
+                }
+            }
+            Some(peer) = running.next() => {
+                busy.remove(&peer);
+            }
+            // The queue is closed and empty, and nothing runs.
+            else => {}
         }
     }
-    while running.next().await.is_some() {}
 }
 
-async fn release(importer: &Importer, handle: Arc<RemoteHandle>) {
-    if let Err(error) = importer.release(&handle).await {
-        tracing::info!(peer = %handle.peer, handle = %handle.id, %error, "KV not released; its lease ends by itself");
+/// Releases handles of one peer; the first failure to reach it ends the attempt. Returns the peer.
+async fn release(importer: &Importer, peer: Peer, handles: Vec<Arc<RemoteHandle>>) -> Peer {
+    for (done, handle) in handles.iter().enumerate() {
+        if let Err(error) = importer.release(handle).await {
+            let lost = handles.len() - done;
+            tracing::info!(%peer, lost, %error, "KV not released; its leases end by themselves");
+            // This one is counted already.
+            importer.shared.counters.releases_lost.add(lost as u64 - 1);
+            break;
+        }
     }
+    peer
 }
 
 /// Renews every handle in use. A peer that does not answer is found out by whoever fetches from it.
@@ -96,7 +128,7 @@ async fn renew(shared: &Shared) {
             .push(Arc::clone(handle));
     }
     stream::iter(by_peer.values())
-        .for_each_concurrent(AT_ONCE, |handles| async move {
+        .for_each_concurrent(RENEWED_AT_ONCE, |handles| async move {
             for handles in handles.chunks(RENEW_CAP) {
                 let request = Request::Renew {
                     handles: handles

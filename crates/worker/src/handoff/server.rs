@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
-use tokio::time::{Instant, sleep, sleep_until, timeout_at};
+use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use twinfer_protocol::ErrorKind;
@@ -28,7 +28,7 @@ const PROVED_CAP: usize = 256;
 const IDLE_TIME: Duration = Duration::from_secs(330);
 /// Wait after the system refused to accept a connection, such as for want of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// Time to tell a peer why it is not served.
+/// Time to make place for a peer, or to tell it why it is not served.
 const FAREWELL_TIME: Duration = Duration::from_millis(500);
 
 /// Serves an exporter's peers and ends its leases. Run it once, on the runtime that also registers.
@@ -37,17 +37,32 @@ pub struct ExporterServer {
     listener: TcpListener,
 }
 
-/// Connections that have not proved themselves, oldest first.
+/// Connections that may be closed for the sake of others, oldest first.
 #[derive(Debug, Default)]
-struct Unproved(Mutex<BTreeMap<u64, CancellationToken>>);
+struct Spare(Mutex<SpareEntries>);
+
+#[derive(Debug, Default)]
+struct SpareEntries {
+    last: u64,
+    tokens: BTreeMap<u64, CancellationToken>,
+}
+
+/// A connection's place among the spare ones; given up when dropped.
+#[derive(Debug)]
+struct Spared {
+    among: Arc<Spare>,
+    ticket: u64,
+}
 
 /// What a connection needs.
 struct Connection {
     shared: Arc<Shared>,
-    unproved: Arc<Unproved>,
+    /// Connections that wait for a request.
+    idle: Arc<Spare>,
     places: Arc<Semaphore>,
-    number: u64,
     address: SocketAddr,
+    /// Ends it.
+    end: CancellationToken,
 }
 
 /// How a connection goes on after a request.
@@ -75,9 +90,8 @@ impl ExporterServer {
     pub async fn run(self, shutdown: CancellationToken) {
         let stop = shutdown.child_token();
         let tasks = TaskTracker::new();
-        let unproved = Arc::new(Unproved::default());
+        let (unproved, idle) = (Arc::new(Spare::default()), Arc::new(Spare::default()));
         let places = Arc::new(Semaphore::new(PROVED_CAP));
-        let mut number = 0;
         loop {
             // Past leases end first, so that a flood of connections cannot keep blocks.
             let next_end = self.shared.expire();
@@ -96,18 +110,20 @@ impl ExporterServer {
             };
             match accepted {
                 Ok((stream, address)) => {
-                    number += 1;
-                    let token = unproved.admit(number, &stop, &self.shared);
+                    let end = stop.child_token();
+                    let (spared, count) = unproved.enter(end.clone());
+                    if count > UNPROVED_CAP && unproved.evict() {
+                        self.shared.counters.rejections.evicted.add(1);
+                    }
                     let connection = Connection {
                         shared: Arc::clone(&self.shared),
-                        unproved: Arc::clone(&unproved),
+                        idle: Arc::clone(&idle),
                         places: Arc::clone(&places),
-                        number,
                         address,
+                        end: end.clone(),
                     };
-                    tasks.spawn(async move {
-                        token.run_until_cancelled(connection.serve(stream)).await
-                    });
+                    let serve = connection.serve(stream, spared);
+                    tasks.spawn(async move { end.run_until_cancelled(serve).await });
                 }
                 Err(error) => {
                     tracing::warn!(%error, "KV channel cannot accept connections");
@@ -121,35 +137,40 @@ impl ExporterServer {
     }
 }
 
-impl Unproved {
-    /// Enters a connection, at the cost of the oldest if there are too many.
-    fn admit(&self, number: u64, stop: &CancellationToken, shared: &Shared) -> CancellationToken {
-        let token = stop.child_token();
-        let mut waiting = self.0.lock();
-        waiting.insert(number, token.clone());
-        if waiting.len() > UNPROVED_CAP
-            && let Some((_, oldest)) = waiting.pop_first()
-        {
-            oldest.cancel();
-            shared.counters.rejections.evicted.add(1);
-        }
-        token
+impl Spare {
+    /// Enters a connection that `token` ends. Returns how many there are with it.
+    fn enter(self: &Arc<Self>, token: CancellationToken) -> (Spared, usize) {
+        let mut entries = self.0.lock();
+        entries.last += 1;
+        let ticket = entries.last;
+        entries.tokens.insert(ticket, token);
+        (
+            Spared {
+                among: Arc::clone(self),
+                ticket,
+            },
+            entries.tokens.len(),
+        )
     }
 
-    /// The connection is over, or has proved itself: it makes place for nobody.
-    fn leave(&self, number: u64) {
-        self.0.lock().remove(&number);
+    /// Closes the oldest; false if there is none.
+    fn evict(&self) -> bool {
+        let oldest = self.0.lock().tokens.pop_first();
+        oldest.is_some_and(|(_, token)| {
+            token.cancel();
+            true
+        })
     }
 }
 
-impl Drop for Connection {
+impl Drop for Spared {
     fn drop(&mut self) {
-        self.unproved.leave(self.number);
+        self.among.0.lock().tokens.remove(&self.ticket);
     }
 }
 
 impl Connection {
-    async fn serve(self, stream: TcpStream) {
+    async fn serve(self, stream: TcpStream, unproved: Spared) {
         let counters = &self.shared.counters;
         let _open = Open::new(&counters.connections);
         let key = self.shared.config.key.as_ref();
@@ -174,7 +195,7 @@ impl Connection {
                 return;
             }
         };
-        self.unproved.leave(self.number);
+        drop(unproved);
         match self.open(&mut channel, request).await {
             Ok(Some(_place)) => self.serve_requests(&mut channel).await,
             Ok(None) => {}
@@ -195,7 +216,7 @@ impl Connection {
                 .await;
             return Ok(None);
         };
-        let Ok(place) = Arc::clone(&self.places).try_acquire_owned() else {
+        let Some(place) = self.take_place().await else {
             rejections.busy.add(1);
             self.refuse(channel, Refusal::Busy, "all connections are taken")
                 .await;
@@ -217,9 +238,23 @@ impl Connection {
         Ok(Some(place))
     }
 
+    /// A place among the proved connections, at the cost of one that is idle: its peer dials again when
+    /// it needs to.
+    async fn take_place(&self) -> Option<OwnedSemaphorePermit> {
+        if let Ok(place) = Arc::clone(&self.places).try_acquire_owned() {
+            return Some(place);
+        }
+        self.idle.evict();
+        let place = Arc::clone(&self.places).acquire_owned();
+        timeout(FAREWELL_TIME, place).await.ok()?.ok()
+    }
+
     async fn serve_requests(&self, channel: &mut Channel) {
         loop {
-            let request = match channel.receive::<Request>(Instant::now() + IDLE_TIME).await {
+            let (idle, _) = self.idle.enter(self.end.clone());
+            let received = channel.receive::<Request>(Instant::now() + IDLE_TIME).await;
+            drop(idle);
+            let request = match received {
                 Ok(request) => request,
                 Err(error) => {
                     if matches!(error, ChannelError::Frame(_)) {

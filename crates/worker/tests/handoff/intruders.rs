@@ -1,6 +1,7 @@
 //! What strangers may send to the KV port: all of it is closed and counted, none of it disturbs peers.
 
-use crate::support::{Decode, Options, Prefill, eventually, prompt, seed};
+use crate::proxy::{Fault, Proxy};
+use crate::support::{Decode, Options, Prefill, eventually, prompt, redirect, seed};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -221,31 +222,84 @@ async fn a_thousand_silent_connections_do_not_keep_peers_out() {
 }
 
 #[tokio::test]
-async fn proved_connections_are_bounded_too() {
-    let options = Options::default();
+async fn proved_connections_are_bounded_and_idle_ones_make_place() {
+    let options = Options {
+        blocks: 4,
+        ..Options::default()
+    };
     let prefill = Prefill::start(&options).await;
     // Each decode instance keeps its one connection.
     let mut all = Vec::new();
-    for number in 0..257_u32 {
-        let decode = Decode::start(&Options {
-            blocks: 4,
-            ..options.clone()
-        });
+    for number in 0..260_u32 {
+        let decode = Decode::start(&options);
         let prompt = prompt(number, 4);
         let params = prefill.hold(&prompt, &[0]).await;
-        let fetched = decode.importer.fetch(&params, &prompt, &[0], 3).await;
-        match number {
-            256 => {
-                let error = fetched.unwrap_err();
-                assert_eq!(error.kind, ErrorKind::KvTransfer);
-                assert!(error.message.contains("taken"), "{error}");
-            }
-            _ => {
-                assert!(fetched.is_ok(), "{number}: {fetched:?}");
-                prefill.freed(1).await;
-            }
-        }
-        all.push(decode);
+        decode
+            .importer
+            .fetch(&params, &prompt, &[0], 3)
+            .await
+            .unwrap();
+        prefill.freed(1).await;
+        all.push((decode, prompt));
     }
+    eventually("the oldest are closed", || {
+        prefill.exporter.stats().connections <= 256
+    })
+    .await;
+    // Those that lost their connection dial again, as if nothing had been.
+    for (decode, prompt) in &all[..8] {
+        let params = prefill.hold(prompt, &[0]).await;
+        decode
+            .importer
+            .fetch(&params, prompt, &[0], 3)
+            .await
+            .unwrap();
+        prefill.freed(1).await;
+    }
+    assert_eq!(prefill.exporter.stats().rejections.total(), 0);
+    prefill.is_idle().await;
+}
+
+#[tokio::test]
+async fn readers_that_take_all_places_keep_them() {
+    let options = Options {
+        blocks: 4,
+        timeout: Duration::from_secs(5),
+        ..Options::default()
+    };
+    let prefill = Prefill::start(&options).await;
+    let prompt = prompt(1, 4);
+    prefill.memory.fill(&[0], 4, seed(&prompt));
+    // The answer is never read out: 256 readers that hold their places.
+    let stall = vec![Fault::StallAfter(200); 256];
+    let proxy = Proxy::start(prefill.addr(), stall, Vec::new()).await;
+    let mut decodes = Vec::new();
+    let mut readers = JoinSet::new();
+    for number in 1..=256 {
+        let decode = Decode::start(&options);
+        let params = redirect(&prefill.hold_filled(&prompt, &[0]).await, proxy.addr);
+        let (importer, prompt) = (decode.importer.clone(), prompt.clone());
+        readers.spawn(async move { importer.fetch(&params, &prompt, &[0], 3).await });
+        decodes.push(decode);
+        // Few at a time: too many at once would drive each other out before they have proved themselves.
+        if number % 32 == 0 {
+            eventually("readers take places", || {
+                prefill.exporter.stats().readers == number
+            })
+            .await;
+        }
+    }
+    let decode = Decode::start(&options);
+    let params = prefill.hold_filled(&prompt, &[0]).await;
+    let error = decode
+        .importer
+        .fetch(&params, &prompt, &[0], 3)
+        .await
+        .unwrap_err();
+    assert_eq!(error.kind, ErrorKind::KvTransfer);
+    assert!(error.message.contains("taken"), "{error}");
     assert!(prefill.exporter.stats().rejections.busy >= 1);
+    assert_eq!(prefill.exporter.stats().readers, 256);
+    readers.shutdown().await;
+    eventually("they are gone", || prefill.exporter.stats().readers == 0).await;
 }

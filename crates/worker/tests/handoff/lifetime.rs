@@ -138,6 +138,36 @@ async fn releases_that_wait_when_decode_stops_still_arrive() {
     prefill.is_idle().await;
 }
 
+#[tokio::test]
+async fn a_peer_that_is_silent_does_not_delay_releases_to_others() {
+    let options = Options::default();
+    let (prefill, decode) = (Prefill::start(&options).await, Decode::start(&options));
+    let prompt = prompt(1, 9);
+    let params = prefill.hold(&prompt, &[0, 1, 2]).await;
+    let claim = |params: &KvTransferParams| {
+        let handle = decode.importer.check(params).unwrap();
+        decode.importer.claim(handle)
+    };
+    // Takes connections and never says a word.
+    let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let elsewhere = redirect(&params, silent.local_addr().unwrap());
+    let lost: Vec<_> = (0..40).map(|_| claim(&elsewhere)).collect();
+    drop(lost);
+    // Those releases are on their way when the one that matters comes.
+    sleep(Duration::from_millis(50)).await;
+    let began = Instant::now();
+    drop(claim(&params));
+    prefill.freed(1).await;
+    let took = began.elapsed();
+    assert!(took < Duration::from_secs(1), "{took:?}");
+    // One failure stands for all that waited for the same peer.
+    eventually("the others are given up", || {
+        decode.importer.stats().releases_lost >= 1
+    })
+    .await;
+    prefill.is_idle().await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_cancelled_read_frees_both_sides_at_once() {
     let options = large(Options::default());
