@@ -10,4 +10,4 @@ mod process;
 pub use client::{Answer, Body, Client, Stream, chat_body, completion_body};
 pub use cluster::{Cluster, ClusterOptions, Instance};
 pub use metrics::Metrics;
-pub use process::{Process, binary, demo_model, free_port, repository};
+pub use process::{Process, binary, demo_model, free_port, profile, repository};

@@ -26,6 +26,19 @@ pub fn demo_model() -> PathBuf {
     repository().join("models/demo")
 }
 
+/// The cargo profile that this program was built with.
+pub fn profile() -> String {
+    let name = std::env::current_exe().ok().and_then(|own| {
+        let mut folders = own.ancestors().skip(1).filter_map(Path::file_name);
+        let folder = folders.find(|name| *name != OsStr::new("deps"))?;
+        Some(folder.to_string_lossy().into_owned())
+    });
+    match name {
+        Some(name) if name != "debug" => name,
+        _ => "dev".to_owned(),
+    }
+}
+
 /// The `twinfer` binary of the profile that runs the tests; built once per test process when a source
 /// is newer than it. (`cargo test --workspace` has built it already.)
 ///
@@ -34,14 +47,14 @@ pub fn demo_model() -> PathBuf {
 pub fn binary() -> &'static Path {
     static BINARY: OnceLock<PathBuf> = OnceLock::new();
     BINARY.get_or_init(|| {
-        let profile = if cfg!(debug_assertions) {
-            "debug"
-        } else {
-            "release"
-        };
-        let target = std::env::var_os("CARGO_TARGET_DIR")
-            .map_or_else(|| repository().join("target"), PathBuf::from);
-        let binary = target.join(profile).join("twinfer");
+        let own = std::env::current_exe().expect("the own path");
+        // Tests lie in `deps`, beside what is built for people.
+        let folder = own
+            .ancestors()
+            .skip(1)
+            .find(|folder| folder.file_name() != Some(OsStr::new("deps")))
+            .expect("a folder");
+        let binary = folder.join("twinfer");
         let built = modified(&binary);
         if built.is_none() || built < newest(&repository().join("crates")) {
             let mut build =
@@ -52,10 +65,9 @@ pub fn binary() -> &'static Path {
                 "--workspace",
                 "--bin",
                 "twinfer",
+                "--profile",
+                &profile(),
             ]);
-            if profile == "release" {
-                build.arg("--release");
-            }
             let status = build.status().expect("cargo runs");
             assert!(status.success(), "twinfer does not build");
         }

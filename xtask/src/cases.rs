@@ -1,6 +1,6 @@
 //! Cases are black-box failures seen in the field; `it/cases.toml` names the tests that guard each.
 
-use crate::run::{capture, cargo};
+use crate::run::{BUILD, capture, cargo};
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
@@ -72,7 +72,7 @@ pub(crate) fn run(issue: &str) -> Result<()> {
             command.args(["--test", target]);
         }
         command.args(["--", "--exact"]).args(names);
-        let (code, output) = capture(&mut command)?;
+        let (code, output) = capture(&mut command, BUILD)?;
         for line in output.lines() {
             let Some(name) = line
                 .strip_prefix("test ")

@@ -1,6 +1,6 @@
 //! `show ISSUE.k`: runs exactly line k of the issue's "Shown by" list and prints the evidence.
 
-use crate::run::{capture, cargo, check};
+use crate::run::{BUILD, SHORT, TESTS, capture, cargo, check};
 use crate::{cases, hash, soak};
 use anyhow::{Context, Result, bail};
 use std::net::TcpListener;
@@ -100,6 +100,7 @@ fn fresh_clone() -> Result<()> {
             .args(["clone", "--quiet"])
             .arg(repository())
             .arg(&clone),
+        SHORT,
     )?;
     let in_clone = |arguments: &[&str]| {
         let mut command = cargo();
@@ -109,22 +110,23 @@ fn fresh_clone() -> Result<()> {
             .args(arguments);
         command
     };
-    check(&mut in_clone(&["build", "--release"]))?;
+    check(&mut in_clone(&["build", "--release"]), BUILD)?;
     let start = Instant::now();
-    check(&mut in_clone(&["run", "--release", "--", "demo", "--once"]))?;
+    check(
+        &mut in_clone(&["run", "--release", "--", "demo", "--once"]),
+        SHORT,
+    )?;
     let seconds = start.elapsed().as_secs_f64();
     println!("demo --once: {seconds:.1} s after the build");
     if seconds > 60.0 {
         bail!("demo --once took {seconds:.1} s; a minute is allowed");
     }
-    check(&mut in_clone(&[
-        "test",
-        "--release",
-        "--workspace",
-        "--no-run",
-    ]))?;
+    check(
+        &mut in_clone(&["test", "--release", "--workspace", "--no-run"]),
+        BUILD,
+    )?;
     let start = Instant::now();
-    let (code, output) = capture(&mut in_clone(&["test", "--release", "--workspace"]))?;
+    let (code, output) = capture(&mut in_clone(&["test", "--release", "--workspace"]), TESTS)?;
     let seconds = start.elapsed().as_secs_f64();
     for line in output
         .lines()
@@ -149,7 +151,10 @@ fn fresh_clone() -> Result<()> {
 }
 
 fn blocked_port() -> Result<()> {
-    let (code, plan) = capture(Command::new(binary()).args(["demo", "--print-plan", "--json"]))?;
+    let (code, plan) = capture(
+        Command::new(binary()).args(["demo", "--print-plan", "--json"]),
+        SHORT,
+    )?;
     if code != Some(0) {
         bail!("demo --print-plan failed: {plan}");
     }
@@ -164,7 +169,7 @@ fn blocked_port() -> Result<()> {
         .context("the plan names no KV port of a prefill instance")?;
     let blocker = TcpListener::bind(("127.0.0.1", u16::try_from(port)?))
         .with_context(|| format!("port {port}"))?;
-    let (code, output) = capture(Command::new(binary()).args(["demo", "--once"]))?;
+    let (code, output) = capture(Command::new(binary()).args(["demo", "--once"]), SHORT)?;
     drop(blocker);
     println!("exit {code:?}\n{output}");
     if code != Some(1) {
@@ -179,15 +184,18 @@ fn blocked_port() -> Result<()> {
 fn golden() -> Result<()> {
     let tests: [(&str, &str); 2] = [("twinfer-engine", "golden"), ("twinfer-text", "golden")];
     for (package, filter) in tests {
-        let (code, output) = capture(cargo().args([
-            "test",
-            "--release",
-            "-p",
-            package,
-            filter,
-            "--",
-            "--nocapture",
-        ]))?;
+        let (code, output) = capture(
+            cargo().args([
+                "test",
+                "--release",
+                "-p",
+                package,
+                filter,
+                "--",
+                "--nocapture",
+            ]),
+            BUILD,
+        )?;
         println!("{output}");
         if code != Some(0) {
             bail!("golden tests of {package} failed");
@@ -210,35 +218,45 @@ fn openai_sdk() -> Result<()> {
     let venv = repository().join("target/openai-sdk");
     let python = venv.join("bin/python");
     if !python.exists() {
-        check(Command::new("python3").args(["-m", "venv"]).arg(&venv))?;
+        check(
+            Command::new("python3").args(["-m", "venv"]).arg(&venv),
+            SHORT,
+        )?;
     }
-    check(Command::new(&python).args([
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "openai==3.57.0",
-    ]))?;
+    check(
+        Command::new(&python).args([
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "openai==3.57.0",
+        ]),
+        SHORT,
+    )?;
     check(
         Command::new(&python)
             .arg(repository().join("it/sdk/check_openai_sdk.py"))
             .arg(binary())
             .arg(demo_model()),
+        SHORT,
     )
 }
 
 fn transcripts() -> Result<()> {
-    let (code, output) = capture(cargo().args([
-        "test",
-        "--release",
-        "-p",
-        "twinfer-it",
-        "--test",
-        "transcripts",
-        "--",
-        "--nocapture",
-    ]))?;
+    let (code, output) = capture(
+        cargo().args([
+            "test",
+            "--release",
+            "-p",
+            "twinfer-it",
+            "--test",
+            "transcripts",
+            "--",
+            "--nocapture",
+        ]),
+        BUILD,
+    )?;
     println!("{output}");
     if code != Some(0) {
         bail!("transcripts differ");

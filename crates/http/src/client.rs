@@ -1,4 +1,4 @@
-use crate::connect::{ConnectError, Connector};
+use crate::connect::Connector;
 use crate::{BoxError, Endpoint};
 use bytes::{Bytes, BytesMut};
 use http::{HeaderMap, Method, Request, Response};
@@ -34,7 +34,7 @@ pub struct PeerClient {
 }
 
 /// Why a peer gave no (whole) answer.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, thiserror::Error)]
 pub enum TransportError {
     /// Nobody listens at the address.
     #[error("{peer}: connection refused")]
@@ -277,22 +277,8 @@ fn broken(peer: &str, error: impl Into<BoxError>) -> TransportError {
 fn classify(error: &hyper_util::client::legacy::Error, peer: String) -> TransportError {
     let mut source = error.source();
     while let Some(inner) = source {
-        if let Some(connect) = inner.downcast_ref::<ConnectError>() {
-            return match connect {
-                ConnectError::Refused => TransportError::Refused { peer },
-                ConnectError::Resolve(reason) => TransportError::Unresolved {
-                    peer,
-                    reason: reason.to_string(),
-                },
-                ConnectError::TimedOut(limit) => TransportError::ConnectTimeout {
-                    peer,
-                    seconds: limit.as_secs_f64(),
-                },
-                ConnectError::Other(reason) => TransportError::Connect {
-                    peer,
-                    reason: reason.to_string(),
-                },
-            };
+        if let Some(error) = inner.downcast_ref::<TransportError>() {
+            return error.clone();
         }
         source = inner.source();
     }

@@ -1,7 +1,8 @@
+use crate::{Host, HostPort, TransportError};
 use http::Uri;
 use hyper_util::rt::TokioIo;
-use std::future::Future;
 use std::io;
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -9,21 +10,54 @@ use tokio::net::{TcpStream, lookup_host};
 use tokio::time::timeout;
 use tower::Service;
 
-/// Why no connection came about; nothing was sent then.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum ConnectError {
-    #[error("the name cannot be resolved: {0}")]
-    Resolve(io::Error),
-    #[error("nobody listens there")]
-    Refused,
-    #[error("no answer within {0:?}")]
-    TimedOut(Duration),
-    #[error("{0}")]
-    Other(io::Error),
+/// Connects to a peer within `limit`, directly: proxy variables of the environment do not exist here.
+///
+/// # Errors
+/// A [`TransportError`] that says that nothing was sent.
+pub async fn connect(to: &HostPort, limit: Duration) -> Result<TcpStream, TransportError> {
+    match timeout(limit, connect_to_any(to)).await {
+        Ok(result) => result,
+        Err(_) => Err(TransportError::ConnectTimeout {
+            peer: to.to_string(),
+            seconds: limit.as_secs_f64(),
+        }),
+    }
 }
 
-/// Connects to the host and port of a URI, directly: proxy variables of the environment do not exist
-/// for it.
+async fn connect_to_any(to: &HostPort) -> Result<TcpStream, TransportError> {
+    let peer = || to.to_string();
+    let unresolved = |reason: String| TransportError::Unresolved {
+        peer: peer(),
+        reason,
+    };
+    let addresses: Vec<SocketAddr> = match &to.host {
+        Host::Ip(ip) => vec![SocketAddr::new(*ip, to.port)],
+        Host::Name(name) => lookup_host((name.as_str(), to.port))
+            .await
+            .map_err(|error| unresolved(error.to_string()))?
+            .collect(),
+    };
+    let mut last = unresolved("the name has no address".to_owned());
+    for address in addresses {
+        // Without NODELAY each small piece waits for the acknowledgement of the one before.
+        let connected = TcpStream::connect(address)
+            .await
+            .and_then(|stream| stream.set_nodelay(true).map(|()| stream));
+        last = match connected {
+            Ok(stream) => return Ok(stream),
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                TransportError::Refused { peer: peer() }
+            }
+            Err(error) => TransportError::Connect {
+                peer: peer(),
+                reason: error.to_string(),
+            },
+        };
+    }
+    Err(last)
+}
+
+/// [`connect`] to the host and port of a URI, for hyper's client.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Connector {
     pub(crate) timeout: Duration,
@@ -31,45 +65,24 @@ pub(crate) struct Connector {
 
 impl Service<Uri> for Connector {
     type Response = TokioIo<TcpStream>;
-    type Error = ConnectError;
-    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, ConnectError>> + Send>>;
+    type Error = TransportError;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, TransportError>> + Send>>;
 
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), ConnectError>> {
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), TransportError>> {
         Poll::Ready(Ok(()))
     }
 
     fn call(&mut self, uri: Uri) -> Self::Future {
         let limit = self.timeout;
         Box::pin(async move {
-            match timeout(limit, connect(&uri)).await {
-                Ok(result) => result,
-                Err(_) => Err(ConnectError::TimedOut(limit)),
-            }
+            let authority = uri.authority().map_or("", http::uri::Authority::as_str);
+            let to: HostPort = authority.parse().map_err(|error: crate::AddressError| {
+                TransportError::Unresolved {
+                    peer: authority.to_owned(),
+                    reason: error.problem,
+                }
+            })?;
+            connect(&to, limit).await.map(TokioIo::new)
         })
     }
-}
-
-async fn connect(uri: &Uri) -> Result<TokioIo<TcpStream>, ConnectError> {
-    let host = uri.host().unwrap_or_default();
-    let host = host
-        .strip_prefix('[')
-        .and_then(|h| h.strip_suffix(']'))
-        .unwrap_or(host);
-    let addrs = lookup_host((host, uri.port_u16().unwrap_or(80)))
-        .await
-        .map_err(ConnectError::Resolve)?;
-    let mut last = ConnectError::Resolve(io::Error::other("the name has no address"));
-    for addr in addrs {
-        match TcpStream::connect(addr).await {
-            Ok(stream) => {
-                stream.set_nodelay(true).map_err(ConnectError::Other)?;
-                return Ok(TokioIo::new(stream));
-            }
-            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                last = ConnectError::Refused
-            }
-            Err(error) => last = ConnectError::Other(error),
-        }
-    }
-    Err(last)
 }

@@ -17,6 +17,7 @@ pub mod sse;
 
 pub use body::{BodyEnd, CancelGuard, TrackedBody};
 pub use client::{ClientOptions, PeerClient, TransportError, collect_body, next_chunk};
+pub use connect::connect;
 pub use drain::{Drain, DrainEnd, DrainState, InFlight};
 pub use endpoint::{AddressError, Endpoint, Host, HostPort};
 pub use error::{HttpError, error_response, with_fallbacks};

@@ -61,13 +61,13 @@ pub enum ErrorKind {
     NotReady,
     /// No instance of the needed role is healthy.
     NoInstance,
-    /// Connecting to the prefill instance failed, or it broke off.
+    /// Connecting to the prefill instance failed: it has not seen the request.
     PrefillUnreachable,
-    /// The prefill instance answered with an error of its own, or with nonsense.
+    /// The prefill instance broke off, or answered with an error of its own or with nonsense.
     PrefillFailed,
-    /// Connecting to the decode instance failed, or it broke off.
+    /// Connecting to the decode instance failed: it has not seen the request.
     DecodeUnreachable,
-    /// The decode instance answered with an error of its own, or with nonsense.
+    /// The decode instance broke off, or answered with an error of its own or with nonsense.
     DecodeFailed,
     /// The KV handle is unknown, expired, released or of another epoch.
     KvStale,

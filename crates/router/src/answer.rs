@@ -158,8 +158,7 @@ impl LegError {
         }
         let kind = match error {
             TransportError::Timeout { .. } => ErrorKind::Timeout,
-            TransportError::TooLarge { .. } => side.failed(),
-            _ => side.unreachable(),
+            _ => side.failed(),
         };
         (
             Self::new(Failure::Broke, kind, message),

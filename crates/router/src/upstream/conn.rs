@@ -35,6 +35,17 @@ pub(crate) struct UpstreamBody {
     home: (Arc<Pool>, Endpoint),
 }
 
+/// What [`Connection::send`] says of a peer that closed the connection before the request.
+const CLOSED: &str = "closed by the peer before the request";
+
+/// Why a request got no answer; the text says how the connection ended.
+pub(super) enum NoAnswer {
+    /// Not a byte of the request was written.
+    NotSent(String),
+    /// The peer may have read the request, and may have acted on it.
+    Broken(String),
+}
+
 impl Connection {
     pub(super) async fn new(stream: TcpStream) -> Result<Self, hyper::Error> {
         let (sender, driver) = http1::handshake(TokioIo::new(stream)).await?;
@@ -63,17 +74,19 @@ impl Connection {
         self.driver.as_mut().poll(&mut cx).is_pending() && self.sender.is_ready()
     }
 
-    /// Sends a request, and returns when the head of the answer is there; the error says how the
-    /// connection broke before.
+    /// Sends a request, and returns when the head of the answer is there.
     pub(super) async fn send(
-        mut self,
+        self,
         request: Request<Full<Bytes>>,
         pool: &Arc<Pool>,
         home: &Endpoint,
-    ) -> Result<Response<UpstreamBody>, String> {
+    ) -> Result<Response<UpstreamBody>, NoAnswer> {
+        let Self {
+            mut sender,
+            mut driver,
+            ..
+        } = self;
         // A new connection takes a request once it was polled.
-        let driver = &mut self.driver;
-        let sender = &mut self.sender;
         let ready = poll_fn(|cx| {
             if driver.as_mut().poll(cx).is_ready() {
                 return Poll::Ready(false);
@@ -81,29 +94,39 @@ impl Connection {
             sender.poll_ready(cx).map(|ready| ready.is_ok())
         });
         if !ready.await {
-            return Err("closed by the peer".to_owned());
+            return Err(NoAnswer::NotSent(CLOSED.to_owned()));
         }
-        let answer = {
-            let mut answer = pin!(self.sender.send_request(request));
-            let driver = &mut self.driver;
-            let mut ended = false;
-            poll_fn(|cx| {
-                ended = ended || driver.as_mut().poll(cx).is_ready();
-                match answer.as_mut().poll(cx) {
-                    Poll::Pending if ended => Poll::Ready(None),
-                    polled => polled.map(Some),
-                }
-            })
-            .await
-        };
-        match answer {
-            Some(Ok(answer)) => Ok(answer.map(|incoming| UpstreamBody {
+        let mut answer = pin!(sender.try_send_request(request));
+        let mut driver = Some(driver);
+        let answered = poll_fn(|cx| {
+            if let Some(running) = &mut driver
+                && running.as_mut().poll(cx).is_ready()
+            {
+                // A request that it has not answered gets its error when the driver is gone.
+                driver = None;
+            }
+            answer.as_mut().poll(cx)
+        });
+        match answered.await {
+            Ok(answer) => Ok(answer.map(|incoming| UpstreamBody {
                 incoming,
-                connection: Some(self),
+                connection: driver.map(|driver| Self {
+                    sender,
+                    driver,
+                    idle_since: None,
+                }),
                 home: (Arc::clone(pool), home.clone()),
             })),
-            Some(Err(error)) => Err(innermost(&error)),
-            None => Err("closed by the peer".to_owned()),
+            // hyper gives the request back if no byte of it was written.
+            Err(mut error) => {
+                let not_sent = error.take_message().is_some();
+                let reason = innermost(error.error());
+                Err(if not_sent {
+                    NoAnswer::NotSent(reason)
+                } else {
+                    NoAnswer::Broken(reason)
+                })
+            }
         }
     }
 }
@@ -163,4 +186,27 @@ fn innermost(error: &(dyn std::error::Error + 'static)) -> String {
         error = source;
     }
     error.to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+    use tokio::net::TcpListener;
+
+    #[tokio::test]
+    async fn a_request_on_a_connection_that_was_closed_before_was_not_sent() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let address = listener.local_addr().expect("an address");
+        let stream = TcpStream::connect(address).await.expect("a connection");
+        drop(listener.accept().await.expect("its other end"));
+        stream.readable().await.expect("the end has arrived");
+        let connection = Connection::new(stream).await.expect("a connection");
+        let pool = Arc::new(Pool::new(Duration::from_secs(1)));
+        let home: Endpoint = format!("http://{address}").parse().expect("an endpoint");
+        let mut request = Request::new(Full::new(Bytes::from_static(b"{}")));
+        *request.method_mut() = http::Method::POST;
+        let sent = connection.send(request, &pool, &home).await;
+        assert!(matches!(sent, Err(NoAnswer::NotSent(_))));
+    }
 }

@@ -7,6 +7,7 @@ mod pool;
 pub(crate) use conn::UpstreamBody;
 
 use bytes::Bytes;
+use conn::NoAnswer;
 use http::header::{ACCEPT, AUTHORIZATION, CONTENT_TYPE, HOST};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::Full;
@@ -138,10 +139,17 @@ impl Upstream {
             };
             match sent {
                 Ok(answer) => return Ok(answer),
-                // An idle connection may be closed by its peer just when a request is sent on it. The
-                // request was not begun then; on a fresh connection there is no such excuse.
-                Err(_) if reused => {}
-                Err(reason) => {
+                // An idle connection may be closed by its peer just when a request is sent on it. Only what
+                // was certainly not begun, or does no harm twice, goes out again.
+                Err(NoAnswer::NotSent(_)) if reused => {}
+                Err(NoAnswer::Broken(_)) if reused && method.is_safe() => {}
+                Err(NoAnswer::NotSent(reason)) => {
+                    return Err(TransportError::Connect {
+                        peer: peer(),
+                        reason,
+                    });
+                }
+                Err(NoAnswer::Broken(reason)) => {
                     return Err(TransportError::Broken {
                         peer: peer(),
                         reason,

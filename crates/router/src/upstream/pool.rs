@@ -3,12 +3,9 @@
 use super::conn::Connection;
 use parking_lot::Mutex;
 use std::collections::HashMap;
-use std::io;
-use std::net::SocketAddr;
 use std::time::Duration;
-use tokio::net::{TcpStream, lookup_host};
-use tokio::time::{Instant, interval, timeout};
-use twinfer_http::{Endpoint, Host, TransportError};
+use tokio::time::{Instant, interval};
+use twinfer_http::{Endpoint, TransportError, connect};
 
 /// An idle connection is closed after this, before instances close it themselves (uvicorn: 5 s).
 const MAX_IDLE: Duration = Duration::from_secs(4);
@@ -38,21 +35,10 @@ impl Pool {
                 return Ok(connection);
             }
         }
-        let peer = || to.host_port().to_string();
-        let stream = match timeout(self.connect_timeout, connect(to)).await {
-            Ok(Ok(stream)) => stream,
-            Ok(Err(error)) => return Err(error),
-            Err(_) => {
-                let seconds = self.connect_timeout.as_secs_f64();
-                return Err(TransportError::ConnectTimeout {
-                    peer: peer(),
-                    seconds,
-                });
-            }
-        };
+        let stream = connect(to.host_port(), self.connect_timeout).await?;
         let connection = Connection::new(stream).await;
         connection.map_err(|error| TransportError::Connect {
-            peer: peer(),
+            peer: to.host_port().to_string(),
             reason: error.to_string(),
         })
     }
@@ -105,45 +91,4 @@ impl Pool {
     fn take(&self, to: &Endpoint) -> Option<Connection> {
         self.idle.lock().get_mut(to)?.pop()
     }
-}
-
-/// Connects directly: proxy variables of the environment do not exist here.
-async fn connect(to: &Endpoint) -> Result<TcpStream, TransportError> {
-    let target = to.host_port();
-    let peer = || target.to_string();
-    let addresses: Vec<SocketAddr> = match &target.host {
-        Host::Ip(ip) => vec![SocketAddr::new(*ip, target.port)],
-        Host::Name(name) => match lookup_host((name.as_str(), target.port)).await {
-            Ok(found) => found.collect(),
-            Err(error) => {
-                return Err(TransportError::Unresolved {
-                    peer: peer(),
-                    reason: error.to_string(),
-                });
-            }
-        },
-    };
-    let mut last = TransportError::Unresolved {
-        peer: peer(),
-        reason: "the name has no address".to_owned(),
-    };
-    for address in addresses {
-        // Without NODELAY each small piece waits for the acknowledgement of the one before.
-        match TcpStream::connect(address)
-            .await
-            .and_then(|stream| stream.set_nodelay(true).map(|()| stream))
-        {
-            Ok(stream) => return Ok(stream),
-            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                last = TransportError::Refused { peer: peer() };
-            }
-            Err(error) => {
-                last = TransportError::Connect {
-                    peer: peer(),
-                    reason: error.to_string(),
-                }
-            }
-        }
-    }
-    Err(last)
 }

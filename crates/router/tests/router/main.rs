@@ -4,4 +4,5 @@ mod common;
 mod life;
 mod pair;
 mod refuse;
+mod resend;
 mod stream;
