@@ -2,6 +2,7 @@ use crate::model::deepseek_v3::{DeepseekV3, StepContext};
 use crate::model::{KvStep, Probe, Scratch, Taps};
 use crate::{ExecError, Executor, KvGeometry, SeqWork};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use twinfer_kernels::{DType, KernelError, ThreadTeam};
 use twinfer_sys::BlockArena;
 
@@ -15,6 +16,7 @@ pub struct CpuExecutor {
     max_context: usize,
     scratch: Scratch,
     probe: Option<Box<dyn Probe>>,
+    progress: Arc<AtomicU64>,
 }
 
 impl CpuExecutor {
@@ -35,6 +37,7 @@ impl CpuExecutor {
             max_context,
             scratch: Scratch::default(),
             probe: None,
+            progress: Arc::default(),
         }
     }
 
@@ -100,6 +103,10 @@ impl Executor for CpuExecutor {
         self.max_context
     }
 
+    fn progress(&self) -> Option<Arc<AtomicU64>> {
+        Some(Arc::clone(&self.progress))
+    }
+
     fn execute(&mut self, batch: &[SeqWork<'_>], logits: &mut Vec<f32>) -> Result<(), ExecError> {
         logits.clear();
         if batch.is_empty() {
@@ -117,6 +124,7 @@ impl Executor for CpuExecutor {
             rows: batch.iter().map(|work| work.tokens.len()).sum(),
             kv_type,
             block_size,
+            progress: &self.progress,
         };
         let mut taps = Taps::new(self.probe.as_deref_mut(), batch);
         self.model

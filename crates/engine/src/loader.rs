@@ -31,8 +31,6 @@ pub struct LoadOptions<'a> {
     /// Cores for them; thread i runs on core `i mod len`. The thread that calls the executor is thread
     /// 0 and pins itself.
     pub cpus: Option<Vec<usize>>,
-    /// Let waiting threads spin for up to 20 µs: only on cores that nothing else uses.
-    pub spin: bool,
     /// `avx512`, `avx2` or `portable`; the best there is if absent.
     pub isa: Option<String>,
     /// Tokens per KV block.
@@ -158,7 +156,6 @@ impl Default for LoadOptions<'_> {
             dtype: Dtype::Bf16,
             threads: 1,
             cpus: None,
-            spin: false,
             isa: None,
             block_size: 16,
             kv: KvMemory::Share(0.25),
@@ -259,12 +256,7 @@ impl CheckedModel {
         let kv = KvShape::of(&self.config, options.dtype, options.block_size);
         let arena = BlockArena::new(self.num_blocks, kv.layers, kv.unit_bytes())
             .map_err(system("reserve memory for KV"))?;
-        let spin = if options.spin {
-            std::time::Duration::from_micros(20)
-        } else {
-            std::time::Duration::ZERO
-        };
-        let team = ThreadTeam::with_spin(options.threads, options.cpus.as_deref(), self.isa, spin)
+        let team = ThreadTeam::new(options.threads, options.cpus.as_deref(), self.isa)
             .map_err(system("start compute threads"))?;
         let geometry = KvGeometry {
             layers: kv.layers,

@@ -12,6 +12,7 @@ use super::rows::for_rows;
 use super::scratch::{Scratch, sized};
 use super::{Builder, KvStep, Tap};
 use crate::{ExecError, ModelError, SeqWork};
+use std::sync::atomic::{AtomicU64, Ordering};
 use twinfer_config::ModelConfig;
 use twinfer_kernels::{
     DType, HeadRows, KernelError, Matrix, MlaParams, MlaSeq, ThreadTeam, add, linear,
@@ -82,6 +83,8 @@ pub(crate) struct StepContext<'a> {
     pub(crate) rows: usize,
     pub(crate) kv_type: DType,
     pub(crate) block_size: usize,
+    /// Grows with every layer.
+    pub(crate) progress: &'a AtomicU64,
 }
 
 impl DeepseekV3 {
@@ -163,6 +166,7 @@ impl DeepseekV3 {
                 &scratch.out,
                 width,
             )?;
+            step.progress.fetch_add(1, Ordering::Relaxed);
         }
         taps.see(
             Tap::Hidden,

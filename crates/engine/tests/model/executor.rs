@@ -1,9 +1,12 @@
 //! What a step promises to scheduler and handoff.
 
 use crate::support::{model, tables, testdata};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use twinfer_config::Dtype;
-use twinfer_engine::{CpuExecutor, ExecError, Executor, LoadOptions, SeqWork};
+use twinfer_engine::{
+    CpuExecutor, ExecError, Executor, LoadOptions, Probe, ProbeRows, SeqWork, Tap,
+};
 
 fn executor(dtype: Dtype) -> CpuExecutor {
     model(
@@ -69,6 +72,43 @@ fn logits_come_for_the_works_that_ask_in_their_order() {
         [0f32; 0]
     );
     assert_eq!(run(&mut executor, &[]).unwrap(), [0f32; 0]);
+}
+
+/// Notes the executor's progress whenever a layer begins, and after the last.
+struct Watch {
+    progress: Arc<AtomicU64>,
+    seen: Arc<Mutex<Vec<u64>>>,
+}
+
+impl Probe for Watch {
+    fn record(&mut self, tap: Tap, _: usize, _: ProbeRows<'_>, _: &[f32]) {
+        if tap == Tap::Hidden {
+            let progress = self.progress.load(Ordering::Relaxed);
+            self.seen.lock().unwrap().push(progress);
+        }
+    }
+}
+
+#[test]
+fn every_layer_of_a_step_is_progress_while_it_runs() {
+    let mut executor = executor(Dtype::Bf16);
+    let progress = executor.progress().unwrap();
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    executor.set_probe(Some(Box::new(Watch {
+        progress,
+        seen: Arc::clone(&seen),
+    })));
+    let (ids, places) = (prompt(20), tables(&executor, 1, 32));
+    for _ in 0..2 {
+        let work = SeqWork {
+            tokens: &ids,
+            start: 0,
+            blocks: &places[0],
+            logits: true,
+        };
+        run(&mut executor, &[work]).unwrap();
+    }
+    assert_eq!(*seen.lock().unwrap(), [0, 1, 2, 3, 3, 4, 5, 6]);
 }
 
 #[test]
