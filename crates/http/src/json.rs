@@ -1,7 +1,7 @@
 use crate::BoxError;
 use bytes::{Bytes, BytesMut};
 use http::HeaderMap;
-use http::header::{CONTENT_LENGTH, CONTENT_TYPE, EXPECT};
+use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, EXPECT};
 use http_body::Body;
 use http_body_util::BodyExt;
 use serde::de::DeserializeOwned;
@@ -98,8 +98,7 @@ where
 /// Reads a JSON object; the raw bytes come with it, for those who pass them on.
 ///
 /// # Errors
-/// Those of [`read_body`] and [`parse_json`], and [`ErrorKind::UnsupportedMediaType`] for a content
-/// type other than JSON (none at all is taken for JSON).
+/// Those of [`check_content_type`], [`read_body`] and [`parse_json`].
 pub async fn read_json<T, B>(
     headers: &HeaderMap,
     body: B,
@@ -173,11 +172,21 @@ async fn discard<B: Body<Data = Bytes>>(mut body: Pin<&mut B>) {
     let _ = timeout(DISCARD_TIME, read).await;
 }
 
-/// Is the body JSON by its content type? None at all is taken for JSON.
+/// Is the body JSON by its content type, none at all being taken for JSON, and not compressed?
 ///
 /// # Errors
-/// [`ErrorKind::UnsupportedMediaType`].
+/// [`ErrorKind::UnsupportedMediaType`] names the header and what is allowed.
 pub fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
+    let refused = |message| Err(ApiError::new(ErrorKind::UnsupportedMediaType, message));
+    for value in headers.get_all(CONTENT_ENCODING) {
+        let text = value.to_str().unwrap_or("?").trim();
+        if !text.is_empty() && !text.eq_ignore_ascii_case("identity") {
+            let shown: String = text.chars().take(100).collect();
+            return refused(format!(
+                "content-encoding is {shown:?}; request bodies must not be compressed"
+            ));
+        }
+    }
     let Some(value) = headers.get(CONTENT_TYPE) else {
         return Ok(());
     };
@@ -194,6 +203,7 @@ pub fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
         return Ok(());
     }
     let shown: String = essence.chars().take(100).collect();
-    let message = format!("content-type is {shown:?}; allowed is application/json");
-    Err(ApiError::new(ErrorKind::UnsupportedMediaType, message))
+    refused(format!(
+        "content-type is {shown:?}; allowed is application/json"
+    ))
 }

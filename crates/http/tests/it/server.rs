@@ -64,6 +64,29 @@ async fn good_bodies_pass_unchanged_whole_or_in_chunks() {
 }
 
 #[tokio::test]
+async fn compressed_bodies_are_refused_by_name() {
+    let server = start().await;
+    let post = |encoding: &str| {
+        format!(
+            "POST /echo HTTP/1.1\r\nhost: x\r\ncontent-encoding: {encoding}\r\ncontent-length: 2\r\n\r\n{{}}"
+        )
+    };
+    for encoding in ["gzip", "identity, br"] {
+        let answer = server.ask(&post(encoding)).await;
+        assert_eq!(
+            (answer.status, answer.error_code().as_str()),
+            (415, "unsupported_media_type")
+        );
+        let text = answer.text();
+        assert!(
+            text.contains("content-encoding") && text.contains(encoding),
+            "{text}"
+        );
+    }
+    assert_eq!(server.ask(&post("Identity")).await.status, 200);
+}
+
+#[tokio::test]
 async fn bad_bodies_get_the_one_error_shape() {
     let server = start().await;
     for (content_type, body, status, code) in [

@@ -122,6 +122,10 @@ async fn bodies_and_methods_that_are_none() {
         );
         let text = server.client.clone().header("content-type", "text/plain");
         assert_eq!(text.raw(path, "{}").await.error().0, 415);
+        let zipped = server.client.clone().header("content-encoding", "gzip");
+        let (status, _, _, message) = zipped.raw(path, &b"\x1f\x8b"[..]).await.error();
+        assert_eq!(status, 415);
+        assert!(message.contains("content-encoding"), "{message}");
         assert_eq!(server.client.get(path).await.error().0, 405);
     }
     assert_eq!(server.client.get("/v1/nothing").await.error().0, 404);
