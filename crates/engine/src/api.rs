@@ -1,6 +1,7 @@
 //! The waist between the three halves of the crate and its callers: what a request is, what a step
 //! computes, what comes out.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use twinfer_protocol::{ApiError, BlockId, RankLoad, TokenId};
@@ -213,8 +214,32 @@ pub struct SeqWork<'a> {
     pub start: usize,
     /// Block table, covers at least `start + tokens.len()` positions.
     pub blocks: &'a [BlockId],
-    /// Logits of the last token are wanted.
-    pub logits: bool,
+    /// Logits of rows `logits_from..tokens.len()` are wanted; of none if absent.
+    pub logits_from: Option<usize>,
+}
+
+/// One sequence's share of a draft: rows of the last step whose tokens are settled, and how many tokens
+/// to propose after them.
+#[derive(Clone, Debug)]
+pub struct DraftWork<'a> {
+    /// Index of the sequence's work in the batch of the last [`Executor::execute`].
+    pub work: usize,
+    /// Rows of that work that are settled, at least one; those behind them were rejected drafts.
+    pub rows: Range<usize>,
+    /// The token that follows each of these rows.
+    pub next: &'a [TokenId],
+    /// Block table, covers the settled rows and `count - 1` positions behind them.
+    pub blocks: &'a [BlockId],
+    /// Tokens to propose; 0 fills the draft layer's KV only.
+    pub count: usize,
+}
+
+impl SeqWork<'_> {
+    /// Number of rows whose logits are wanted.
+    pub fn logits_rows(&self) -> usize {
+        self.logits_from
+            .map_or(0, |from| self.tokens.len().saturating_sub(from))
+    }
 }
 
 /// Why a step could not be computed: the instance cannot go on.
@@ -248,8 +273,29 @@ pub trait Executor: Send {
     /// Longest sequence the model was made for, in tokens.
     fn max_context(&self) -> usize;
     /// Runs one forward pass. `logits` is cleared, then holds one row of `vocab_size` values per
-    /// work that wants logits, in order of the works. Writes KV of every computed position.
+    /// row that is wanted, in order of the works and of their rows. Writes KV of every computed
+    /// position.
     fn execute(&mut self, batch: &[SeqWork<'_>], logits: &mut Vec<f32>) -> Result<(), ExecError>;
+    /// Draft (MTP) layers that can propose tokens; their KV is part of [`Self::geometry`]. 0: none.
+    fn draft_layers(&self) -> usize {
+        0
+    }
+    /// Runs the draft layer over settled rows of the last [`Self::execute`], whose hidden rows the
+    /// executor kept, writing that layer's KV at the rows' own positions. `drafts` is cleared, then
+    /// holds `count` tokens per work, in order of the works: the first from the last settled row, the
+    /// others from the layer's own output, each a position further. Drafts are guesses: whatever they
+    /// are, the text is the same.
+    fn draft(
+        &mut self,
+        works: &[DraftWork<'_>],
+        drafts: &mut Vec<TokenId>,
+    ) -> Result<(), ExecError> {
+        drafts.clear();
+        if works.is_empty() {
+            return Ok(());
+        }
+        Err(ExecError::OutOfRange("the model has no draft layer".into()))
+    }
     /// A number that changes with every layer that was computed, readable while [`Self::execute`]
     /// runs: how a long step is told from a stalled one. None: only whole steps are seen.
     fn progress(&self) -> Option<Arc<AtomicU64>> {

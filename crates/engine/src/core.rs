@@ -350,7 +350,7 @@ impl Engine {
                 tokens: tokens.ok_or_else(|| out_of_step(work))?,
                 start: work.start,
                 blocks: self.scheduler.blocks(work.id),
-                logits: work.last,
+                logits_from: work.last.then(|| work.len - 1),
             });
         }
         self.executor.execute(&batch, &mut self.logits)?;

@@ -200,9 +200,9 @@ impl Executor for ScriptedExecutor {
             for (offset, &token) in work.tokens.iter().enumerate() {
                 guards.write_row(work.start + offset, token, self.shape.block_size);
             }
-            if work.logits {
+            for row in work.tokens.len() - work.logits_rows()..work.tokens.len() {
                 let (tokens, digest) =
-                    guards.read_rows(work.start + work.tokens.len(), self.shape.block_size);
+                    guards.read_rows(work.start + row + 1, self.shape.block_size);
                 self.push_logits(&tokens, digest, logits);
             }
         }

@@ -94,7 +94,7 @@ fn prefill_rate(executor: &mut CpuExecutor) -> Result<f64> {
         tokens: &tokens,
         start: 0,
         blocks: &blocks,
-        logits: true,
+        logits_from: Some(tokens.len() - 1),
     };
     executor.execute(&[work], &mut logits)?;
     let start = Instant::now();
@@ -119,7 +119,7 @@ fn decode_rate(executor: &mut CpuExecutor, sequences: usize) -> Result<f64> {
                 tokens: &prompt,
                 start: 0,
                 blocks: table,
-                logits: false,
+                logits_from: None,
             }],
             &mut logits,
         )?;
@@ -135,7 +135,7 @@ fn decode_rate(executor: &mut CpuExecutor, sequences: usize) -> Result<f64> {
                 tokens: std::slice::from_ref(token),
                 start: CONTEXT + step,
                 blocks: table,
-                logits: true,
+                logits_from: Some(0),
             })
             .collect();
         executor.execute(&batch, &mut logits)?;

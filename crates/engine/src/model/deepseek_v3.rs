@@ -117,8 +117,7 @@ impl DeepseekV3 {
         })
     }
 
-    /// One pass over the rows of all works, in order. Appends to `logits` a row per work that wants
-    /// one.
+    /// One pass over the rows of all works, in order. Appends to `logits` the rows that are wanted.
     pub(crate) fn forward(
         &self,
         step: &StepContext<'_>,
@@ -196,7 +195,7 @@ impl DeepseekV3 {
         Ok(())
     }
 
-    /// Final norm and head for the last row of each work that wants logits.
+    /// Final norm and head for the rows whose logits are wanted.
     fn finish(
         &self,
         step: &StepContext<'_>,
@@ -232,11 +231,10 @@ impl DeepseekV3 {
         let mut end = 0;
         for work in step.works {
             end += work.tokens.len();
-            if work.logits {
-                scratch
-                    .last
-                    .extend_from_slice(&scratch.hidden[(end - 1) * width..end * width]);
-            }
+            let first = end - work.logits_rows();
+            scratch
+                .last
+                .extend_from_slice(&scratch.hidden[first * width..end * width]);
         }
         let wanted = scratch.last.len() / width;
         let start = logits.len();

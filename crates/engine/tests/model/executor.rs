@@ -53,24 +53,33 @@ fn logits_come_for_the_works_that_ask_in_their_order() {
     let mut executor = executor(Dtype::Bf16);
     let (a, b, c) = (prompt(5), prompt(20), prompt(9));
     let places = tables(&executor, 3, 32);
-    let work = |tokens, seq: usize, logits| SeqWork {
-        tokens,
+    // A prompt by its number, and from which row on logits are wanted.
+    let prompts = [&a[..], &b, &c];
+    let work = |seq: usize, logits_from| SeqWork {
+        tokens: prompts[seq],
         start: 0,
         blocks: &places[seq],
-        logits,
+        logits_from,
     };
-    let alone_a = run(&mut executor, &[work(&a, 0, true)]).unwrap();
-    let alone_c = run(&mut executor, &[work(&c, 2, true)]).unwrap();
+    let alone_a = run(&mut executor, &[work(0, Some(4))]).unwrap();
+    let alone_c = run(&mut executor, &[work(2, Some(8))]).unwrap();
     let together = run(
         &mut executor,
-        &[work(&a, 0, true), work(&b, 1, false), work(&c, 2, true)],
+        &[work(0, Some(4)), work(1, None), work(2, Some(8))],
     )
     .unwrap();
-    assert_eq!(together, [alone_a, alone_c].concat());
-    assert_eq!(
-        run(&mut executor, &[work(&a, 0, false)]).unwrap(),
-        [0f32; 0]
-    );
+    assert_eq!(together, [alone_a.clone(), alone_c].concat());
+    let all = run(&mut executor, &[work(0, Some(0)), work(1, Some(18))]).unwrap();
+    assert_eq!(all.len(), (5 + 2) * alone_a.len());
+    for rows in 1..=5 {
+        let first = SeqWork {
+            tokens: &a[..rows],
+            ..work(0, Some(rows - 1))
+        };
+        let alone = run(&mut executor, &[first]).unwrap();
+        assert_eq!(alone, all[(rows - 1) * alone.len()..rows * alone.len()]);
+    }
+    assert_eq!(run(&mut executor, &[work(0, None)]).unwrap(), [0f32; 0]);
     assert_eq!(run(&mut executor, &[]).unwrap(), [0f32; 0]);
 }
 
@@ -104,7 +113,7 @@ fn every_layer_of_a_step_is_progress_while_it_runs() {
             tokens: &ids,
             start: 0,
             blocks: &places[0],
-            logits: true,
+            logits_from: Some(ids.len() - 1),
         };
         run(&mut executor, &[work]).unwrap();
     }
@@ -120,37 +129,37 @@ fn input_out_of_range_is_an_error_and_leaves_no_block_borrowed() {
             tokens: &[],
             start: 0,
             blocks: &[0, 1],
-            logits: true,
+            logits_from: Some(0),
         },
         SeqWork {
             tokens: &[512],
             start: 0,
             blocks: &[0, 1],
-            logits: true,
+            logits_from: Some(0),
         },
         SeqWork {
             tokens: &ids,
             start: 0,
             blocks: &[0],
-            logits: true,
+            logits_from: Some(ids.len() - 1),
         },
         SeqWork {
             tokens: &ids,
             start: 0,
             blocks: &[0, 256],
-            logits: true,
+            logits_from: Some(ids.len() - 1),
         },
         SeqWork {
             tokens: &ids,
             start: 1010,
             blocks: &[0, 1],
-            logits: true,
+            logits_from: Some(ids.len() - 1),
         },
         SeqWork {
             tokens: &ids,
             start: usize::MAX,
             blocks: &[0, 1],
-            logits: true,
+            logits_from: Some(ids.len() - 1),
         },
     ];
     for case in cases {
@@ -158,7 +167,7 @@ fn input_out_of_range_is_an_error_and_leaves_no_block_borrowed() {
             tokens: &ids,
             start: 0,
             blocks: &[5, 6],
-            logits: true,
+            logits_from: Some(ids.len() - 1),
         };
         let error = run(&mut executor, &[good, case]).unwrap_err();
         assert!(
@@ -178,7 +187,7 @@ fn a_block_in_use_elsewhere_stops_the_step_and_not_the_executor() {
         tokens: &ids,
         start: 0,
         blocks: &[3, 4],
-        logits: true,
+        logits_from: Some(ids.len() - 1),
     };
     let free = run(&mut executor, &[work]).unwrap();
 
@@ -195,7 +204,7 @@ fn a_block_in_use_elsewhere_stops_the_step_and_not_the_executor() {
             tokens: &ids,
             start: 0,
             blocks: &[7, 4],
-            logits: true,
+            logits_from: Some(ids.len() - 1),
         },
     ];
     assert!(matches!(
@@ -212,13 +221,13 @@ fn a_block_in_use_elsewhere_stops_the_step_and_not_the_executor() {
         tokens: &[9],
         start: 20,
         blocks: &[3, 4],
-        logits: true,
+        logits_from: Some(0),
     };
     let other = SeqWork {
         tokens: &[9],
         start: 16,
         blocks: &[3, 8],
-        logits: true,
+        logits_from: Some(0),
     };
     assert_eq!(run(&mut executor, &[next, other]).unwrap().len(), 2 * 512);
 }
@@ -233,7 +242,7 @@ fn blocks_left_full_of_garbage_change_nothing() {
             tokens,
             start,
             blocks: &table,
-            logits: true,
+            logits_from: Some(tokens.len() - 1),
         };
         let clean = run(&mut executor, &[work(&ids, 0)]).unwrap();
         for block in 0..4 {
@@ -258,7 +267,7 @@ fn a_large_step_leaves_nothing_behind_for_a_small_one() {
             tokens: &large,
             start: 0,
             blocks,
-            logits: true,
+            logits_from: Some(large.len() - 1),
         })
         .collect();
     run(&mut used, &batch).unwrap();
@@ -266,7 +275,7 @@ fn a_large_step_leaves_nothing_behind_for_a_small_one() {
         tokens: &[1, 2, 3],
         start: 0,
         blocks: &[250],
-        logits: true,
+        logits_from: Some(2),
     };
     assert_eq!(
         run(&mut used, &[small]).unwrap(),
@@ -286,7 +295,7 @@ fn kv_bytes_do_not_depend_on_the_chunking_and_carry_a_sequence_to_another_instan
             tokens: &ids,
             start: 0,
             blocks: &here,
-            logits: true,
+            logits_from: Some(ids.len() - 1),
         };
         let expected = run(&mut prefill, &[whole]).unwrap();
         let bytes = kv_bytes(&prefill, &here, 45);
@@ -295,7 +304,7 @@ fn kv_bytes_do_not_depend_on_the_chunking_and_carry_a_sequence_to_another_instan
                 tokens: &ids[start..start + 9],
                 start,
                 blocks: &there,
-                logits: false,
+                logits_from: None,
             };
             run(&mut prefill, &[work]).unwrap();
         }
@@ -316,7 +325,7 @@ fn kv_bytes_do_not_depend_on_the_chunking_and_carry_a_sequence_to_another_instan
             tokens: &ids[44..],
             start: 44,
             blocks: &there,
-            logits: true,
+            logits_from: Some(0),
         };
         assert_eq!(run(&mut decode, &[last]).unwrap(), expected);
     }

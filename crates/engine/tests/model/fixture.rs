@@ -120,7 +120,7 @@ impl Model {
             tokens: &[500, 1, 2, 3],
             start: 0,
             blocks: &[0],
-            logits: true,
+            logits_from: Some(3),
         };
         executor.execute(&[work], &mut logits).unwrap();
         logits

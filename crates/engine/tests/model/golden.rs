@@ -118,7 +118,7 @@ fn greedy(executor: &mut CpuExecutor, prompt: &[u32], chunk: usize, count: usize
             tokens: &tokens[start..end],
             start,
             blocks: &table,
-            logits: end == tokens.len(),
+            logits_from: (end == tokens.len()).then(|| end - start - 1),
         };
         executor.execute(&[work], &mut logits).unwrap();
         start = end;

@@ -273,7 +273,7 @@ fn golden_logits_under_other_settings() {
             tokens: &tokens,
             start: 0,
             blocks: &blocks,
-            logits: true,
+            logits_from: Some(tokens.len() - 1),
         };
         executor.execute(&[work], &mut logits).unwrap();
         let reference = variant["logits"]

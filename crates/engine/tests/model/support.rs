@@ -88,7 +88,7 @@ pub(crate) fn prefill(
                     tokens,
                     start: done[seq],
                     blocks: &tables[seq],
-                    logits: false,
+                    logits_from: None,
                 });
                 done[seq] = end;
             }
