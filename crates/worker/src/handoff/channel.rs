@@ -1,7 +1,7 @@
 //! One connection of the KV channel: handshake, frames and raw units, every wait with a deadline.
 
 use crate::handoff::handshake::{
-    HELLO_LEN, Hello, HelloError, PROOF_LEN, PeerKey, Side, Transcript,
+    HELLO_LEN, Hello, HelloError, KEY_REFUSED, PROOF_LEN, PeerKey, Side, Transcript,
 };
 use crate::handoff::wire::{FRAME_CAP, FrameCodec, FrameError};
 use serde::Serialize;
@@ -89,6 +89,9 @@ impl Channel {
         let transcript = Transcript { importer, exporter };
         raw.write(&transcript.proof(key, Side::Importer)).await?;
         let proof = raw.read::<PROOF_LEN>().await?;
+        if proof == KEY_REFUSED {
+            return Err(HelloError::KeyRefused.into());
+        }
         transcript.verify(key, Side::Exporter, &proof)?;
         Ok(Self::new(raw.stream, &transcript, key, Side::Importer))
     }
@@ -115,7 +118,10 @@ impl Channel {
         }
         let transcript = Transcript { importer, exporter };
         let proof = raw.read::<PROOF_LEN>().await?;
-        transcript.verify(key, Side::Importer, &proof)?;
+        if let Err(wrong) = transcript.verify(key, Side::Importer, &proof) {
+            raw.write(&KEY_REFUSED).await?;
+            return Err(wrong.into());
+        }
         raw.write(&transcript.proof(key, Side::Exporter)).await?;
         Ok(Self::new(raw.stream, &transcript, key, Side::Exporter))
     }

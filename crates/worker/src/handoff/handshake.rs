@@ -6,12 +6,13 @@
 //! Hello (48 bytes)         ->
 //!                          <-    Hello (48 bytes)
 //! proof (32 bytes)         ->
-//!                          <-    proof (32 bytes)
+//!                          <-    proof (32 bytes), or KEY_REFUSED
 //! ```
 //!
 //! A proof is HMAC-SHA256 under the peer key over a label that names the side, and both hellos, which
 //! hold version, roles and nonces: a proof cannot be replayed, nor sent back to its maker. The
-//! importer proves first, so an exporter signs nothing for strangers. Without a key (loopback only)
+//! importer proves first, so an exporter signs nothing for strangers: one whose proof is wrong gets
+//! [`KEY_REFUSED`] in place of a proof, so that it can say why it is not served. Without a key (loopback only)
 //! the same is computed under a public key: it proves nothing, but the connection's frames still get
 //! tags that depend on both nonces.
 
@@ -30,6 +31,10 @@ pub(crate) const TAG_LEN: usize = 16;
 pub(crate) const VERSION: u16 = 1;
 
 const MAGIC: [u8; 8] = *b"twinfrKV";
+
+/// What an exporter says in place of its proof to an importer whose proof is wrong. Anybody on the way
+/// can say so too: the importer ends with an error then, as it would without an answer.
+pub(crate) const KEY_REFUSED: [u8; PROOF_LEN] = *b"twinfrKV: peer key not accepted.";
 
 /// The key that peers must prove. Never printed.
 #[derive(Clone)]
@@ -70,6 +75,8 @@ pub(crate) enum HelloError {
     Reflected,
     #[error("does not hold this instance's peer key")]
     Proof,
+    #[error("does not accept this instance's peer key: the two instances have different keys")]
+    KeyRefused,
 }
 
 /// Both hellos as they travelled.
@@ -204,6 +211,16 @@ impl Transcript {
         mac.update(&self.importer);
         mac.update(&self.exporter);
         mac
+    }
+}
+
+impl HelloError {
+    /// The two sides do not have the same key.
+    pub(crate) fn is_about_keys(self) -> bool {
+        matches!(
+            self,
+            Self::PeerUnkeyed | Self::PeerKeyed | Self::Proof | Self::KeyRefused
+        )
     }
 }
 

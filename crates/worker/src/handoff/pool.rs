@@ -238,7 +238,14 @@ pub(crate) fn channel_error(peer: &Peer, error: &ChannelError) -> ApiError {
             ErrorKind::KvTransfer
         }
     };
-    ApiError::new(kind, format!("KV handoff from {peer}: {error}"))
+    // A release from here is refused for the same reason.
+    let held = match error {
+        ChannelError::Hello(error) if error.is_about_keys() => {
+            "; the KV stays there until its lease ends or the router releases it"
+        }
+        _ => "",
+    };
+    ApiError::new(kind, format!("KV handoff from {peer}: {error}{held}"))
 }
 
 fn failed(peer: &Peer, why: &str) -> ApiError {

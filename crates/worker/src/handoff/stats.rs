@@ -180,9 +180,7 @@ impl Rejections {
     pub(crate) fn count(&self, error: &ChannelError) {
         match error {
             ChannelError::Hello(HelloError::Version(_)) => &self.version,
-            ChannelError::Hello(
-                HelloError::Proof | HelloError::PeerKeyed | HelloError::PeerUnkeyed,
-            ) => &self.key,
+            ChannelError::Hello(error) if error.is_about_keys() => &self.key,
             ChannelError::Hello(_) | ChannelError::Frame(_) => &self.protocol,
             ChannelError::Closed
             | ChannelError::Io(_)

@@ -95,12 +95,15 @@ async fn a_wrong_proof_gets_no_proof() {
     let mut bytes = hello(1);
     bytes.extend([7; 32]);
     bytes.extend([0xff; 4096]);
-    assert_eq!(
-        say(&prefill, &bytes).await.len(),
-        48,
-        "its hello and nothing more"
-    );
-    assert_eq!(prefill.exporter.stats().rejections.key, 1);
+    // Its hello and a refusal, the same for everybody, where a proof would stand.
+    let refusal = b"twinfrKV: peer key not accepted.";
+    let (first, second) = (say(&prefill, &bytes).await, say(&prefill, &bytes).await);
+    for heard in [&first, &second] {
+        assert_eq!(heard.len(), 48 + 32);
+        assert_eq!(&heard[48..], refusal);
+    }
+    assert_ne!(first[..48], second[..48], "a nonce of its own");
+    assert_eq!(prefill.exporter.stats().rejections.key, 2);
     works(&prefill, &decode, 1).await;
 }
 
@@ -138,7 +141,11 @@ async fn keys_that_differ_are_named_by_the_importer() {
     .await;
     let prompt = prompt(1, 9);
     for (server, key, word) in [
-        (&prefill, Some("another key"), "closed"),
+        (
+            &prefill,
+            Some("another key"),
+            "the two instances have different keys",
+        ),
         (&prefill, None, "has a peer key, and this instance has none"),
         (
             &open,
@@ -156,18 +163,27 @@ async fn keys_that_differ_are_named_by_the_importer() {
             .fetch(&params, &prompt, &[5, 6, 7], 8)
             .await
             .unwrap_err();
-        assert!(matches!(
-            error.kind,
-            ErrorKind::KvMismatch | ErrorKind::KvTransfer
-        ));
+        assert_eq!(error.kind, ErrorKind::KvMismatch);
         assert!(error.message.contains(word), "{error}");
-        assert!(!error.message.contains("the peers' key"));
+        assert!(error.message.contains("lease"), "{error}");
+        for key in ["the peers' key", "another key"] {
+            assert!(!error.message.contains(key), "{error}");
+        }
+        assert_eq!(decode.importer.stats().failures.mismatch, 1);
         eventually("it is counted", || {
             server.exporter.stats().rejections.key > 0
         })
         .await;
         assert_eq!(server.exporter.stats().bytes, 0);
         decode.is_idle().await;
+        // Its own release is refused too; the router, which made the handle, holds the right key.
+        eventually("its release is refused", || {
+            decode.importer.stats().releases_lost == 1
+        })
+        .await;
+        assert_eq!(server.exporter.stats().leases, 1);
+        server.exporter.release_params(&params);
+        server.freed(1).await;
     }
 }
 
