@@ -176,8 +176,8 @@ where
     } else {
         life.await
     };
-    if let Err(error) = &ended {
-        tracing::error!(%error, "the instance ends");
+    if ended.is_err() {
+        // Said once, by the caller.
         drain.run(Duration::ZERO, FAREWELL).await;
     }
     let _ = timeout(TASKS_STOP, http).await;
@@ -340,9 +340,6 @@ fn connect(
                 name: app.name.clone(),
                 epoch: app.epoch,
                 fingerprint: up.fingerprint.clone(),
-                host: String::new(),
-                port: 0,
-                advertise_host: None,
                 key: key(),
                 lease,
                 timeout: patience,

@@ -10,7 +10,9 @@ use tokio_util::sync::CancellationToken;
 use twinfer_engine::{HeldKv, KvGeometry, RequestId};
 use twinfer_protocol::{Epoch, Fingerprint};
 use twinfer_sys::BlockArena;
-use twinfer_worker::handoff::{Exporter, ExporterConfig, Importer, ImporterConfig, PeerKey};
+use twinfer_worker::handoff::{
+    Exporter, ExporterConfig, Importer, ImporterConfig, KvListener, PeerKey,
+};
 
 /// Shape of DeepSeek-V3's KV in bf16.
 const GEOMETRY: KvGeometry = KvGeometry {
@@ -52,9 +54,6 @@ pub(super) fn measure(rounds: usize) -> Result<Vec<Round>> {
         name: "prefill".into(),
         epoch: Epoch(1),
         fingerprint: Fingerprint::default(),
-        host: "127.0.0.1".into(),
-        port: 0,
-        advertise_host: None,
         key: key.clone(),
         lease: LIMIT,
         timeout: LIMIT,
@@ -62,7 +61,8 @@ pub(super) fn measure(rounds: usize) -> Result<Vec<Round>> {
         arena: Arc::clone(&source),
         wake: Box::new(|| {}),
     };
-    let (exporter, server) = prefill.block_on(Exporter::bind(exporter))?;
+    let listener = prefill.block_on(KvListener::bind("127.0.0.1", 0, None, true))?;
+    let (exporter, server) = Exporter::on(listener, exporter)?;
     let stop = CancellationToken::new();
     let serving = prefill.handle().clone();
     let stopped = stop.clone();

@@ -35,12 +35,6 @@ pub struct ExporterConfig {
     pub epoch: Epoch,
     /// What an importer must equal.
     pub fingerprint: Fingerprint,
-    /// Address or name to listen on.
-    pub host: String,
-    /// Port to listen on; 0 picks a free one.
-    pub port: u16,
-    /// Host that importers are told to dial; `host` if none.
-    pub advertise_host: Option<String>,
     /// Key that importers must prove; without one only loopback is served.
     pub key: Option<PeerKey>,
     /// How long KV is kept for an importer, unless renewed (`--kv-lease`).
@@ -170,21 +164,9 @@ struct Undelivered {
 }
 
 impl Exporter {
-    /// Checks the addresses, listens, and returns the exporter and the task that serves its peers, to be
-    /// run by the caller.
-    pub async fn bind(config: ExporterConfig) -> Result<(Self, ExporterServer), BindError> {
-        let listener = KvListener::bind(
-            &config.host,
-            config.port,
-            config.advertise_host.as_deref(),
-            config.key.is_some(),
-        )
-        .await?;
-        Self::on(listener, config)
-    }
-
-    /// [`Self::bind`] with a listener that was opened before; the addresses of `config` are not looked
-    /// at.
+    /// The exporter, and the task that serves its peers, to be run by the caller.
+    ///
+    /// Errors: [`BindError::Geometry`].
     pub fn on(
         listener: KvListener,
         config: ExporterConfig,

@@ -7,6 +7,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 use tokio::net::{TcpListener, TcpSocket, lookup_host};
 use tokio::time::timeout;
+use twinfer_http::Host;
 
 /// Longest time to resolve the listening host's name.
 const RESOLVE_TIME: Duration = Duration::from_secs(2);
@@ -31,34 +32,32 @@ impl KvListener {
         keyed: bool,
     ) -> Result<Self, BindError> {
         let named = || host.to_owned();
-        let addr = listen_addr(host, port).await?;
+        let wanted = Host::parse(host).map_err(|error| BindError::Resolve {
+            host: named(),
+            reason: error.problem,
+        })?;
+        let addr = listen_addr(&wanted, port).await?;
         if !keyed && !addr.ip().to_canonical().is_loopback() {
             return Err(BindError::NeedsKey { host: named() });
         }
         let advertised = match advertise_host {
-            Some(host) => {
-                Peer::parse(&bracketed(host, 1))
-                    .map_err(|_| BindError::BadAdvertise {
-                        host: host.to_owned(),
-                    })?
-                    .host
-            }
+            Some(text) => Host::parse(text)
+                .ok()
+                .filter(|host| !host.is_wildcard())
+                .ok_or_else(|| BindError::BadAdvertise {
+                    host: text.to_owned(),
+                })?,
             None if addr.ip().is_unspecified() => {
                 return Err(BindError::NeedsAdvertise { host: named() });
             }
-            None => Peer::parse(&bracketed(host, 1))
-                .map_or_else(|_| addr.ip().to_string(), |peer| peer.host),
+            None => wanted,
         };
         let failed = |source| BindError::Listen { addr, source };
         let listener = listen(addr).map_err(failed)?;
         let port = listener.local_addr().map_err(failed)?.port();
-        Ok(Self {
-            listener,
-            peer: Peer {
-                host: advertised,
-                port,
-            },
-        })
+        let peer = Peer::new(advertised, port);
+        let peer = peer.ok_or_else(|| BindError::NeedsAdvertise { host: named() })?;
+        Ok(Self { listener, peer })
     }
 
     /// `host:port` that importers dial.
@@ -67,20 +66,17 @@ impl KvListener {
     }
 }
 
-async fn listen_addr(host: &str, port: u16) -> Result<SocketAddr, BindError> {
+async fn listen_addr(host: &Host, port: u16) -> Result<SocketAddr, BindError> {
+    let name = host.to_string();
     let failed = |reason: String| BindError::Resolve {
-        host: host.to_owned(),
+        host: name.clone(),
         reason,
     };
-    let plain = host
-        .strip_prefix('[')
-        .and_then(|host| host.strip_suffix(']'))
-        .unwrap_or(host);
     // As importers take the name, whatever the node's hosts file says first.
-    if let Some(address) = address(&plain.to_ascii_lowercase()) {
+    if let Some(address) = address(host) {
         return Ok(SocketAddr::new(address, port));
     }
-    let mut found = timeout(RESOLVE_TIME, lookup_host((plain, port)))
+    let mut found = timeout(RESOLVE_TIME, lookup_host((name.as_str(), port)))
         .await
         .map_err(|_| failed(format!("no answer in {} s", RESOLVE_TIME.as_secs())))?
         .map_err(|error| failed(error.to_string()))?;
@@ -96,11 +92,4 @@ fn listen(addr: SocketAddr) -> std::io::Result<TcpListener> {
     socket.set_reuseaddr(true)?;
     socket.bind(addr)?;
     socket.listen(BACKLOG)
-}
-
-fn bracketed(host: &str, port: u16) -> String {
-    match host.contains(':') && !host.starts_with('[') {
-        true => format!("[{host}]:{port}"),
-        false => format!("{host}:{port}"),
-    }
 }

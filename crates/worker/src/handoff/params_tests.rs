@@ -13,10 +13,7 @@ fn handle() -> RemoteHandle {
             generation: 5,
             nonce: 77,
         },
-        peer: Peer {
-            host: "127.0.0.1".into(),
-            port: 36008,
-        },
+        peer: Peer::parse("127.0.0.1:36008").unwrap(),
         tokens: 33,
         blocks: vec![17, 3, 0],
         seal: Seal(9),

@@ -3,16 +3,12 @@
 
 use std::fmt;
 use std::net::IpAddr;
+use twinfer_http::{AddressError, Host, HostPort};
 use twinfer_protocol::{ApiError, ErrorKind};
 
-/// Host and port of a KV channel.
+/// Host and port of a KV channel: one spelling per host, and no wildcard.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Peer {
-    /// Name or address, without brackets.
-    pub host: String,
-    /// Port, not 0.
-    pub port: u16,
-}
+pub struct Peer(HostPort);
 
 /// What `--pd-peers` says.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,55 +20,45 @@ pub(crate) struct PeerList {
 
 /// An entry of `--pd-peers` that is no `host:port`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("pd-peers has {entry:?}: {what}")]
-pub struct PeerListError {
-    entry: String,
-    what: &'static str,
-}
+#[error("pd-peers: {0}")]
+pub struct PeerListError(#[from] AddressError);
 
 impl Peer {
     /// Reads `host:port`; an IPv6 address stands in brackets.
     pub fn parse(text: &str) -> Result<Self, PeerListError> {
-        let bad = |what| PeerListError {
-            entry: text.to_owned(),
-            what,
-        };
-        let (host, port) = text
-            .rsplit_once(':')
-            .ok_or_else(|| bad("allowed is host:port"))?;
-        let bracketed = host
-            .strip_prefix('[')
-            .and_then(|host| host.strip_suffix(']'));
-        let host = bracketed.unwrap_or(host);
-        if host.contains(':') != bracketed.is_some() {
-            return Err(bad(
-                "an IPv6 address, and only that, stands in brackets, as in [::1]:8500",
-            ));
-        }
-        let port = port.parse().ok().filter(|&port| port != 0);
-        let port = port.ok_or_else(|| bad("the port must be from 1 to 65535"))?;
-        let peer = Self {
-            host: canonical(host),
-            port,
-        };
-        if peer.host.is_empty()
-            || peer.host.len() > 253
-            || peer.host.contains(|c: char| c.is_whitespace() || c == '/')
-        {
-            return Err(bad("the host must be a name or an address"));
-        }
-        if peer
-            .address()
-            .is_some_and(|address| address.is_unspecified())
-        {
-            return Err(bad("a wildcard address cannot be dialled"));
-        }
+        let HostPort { host, port } = text.parse()?;
+        let peer = Self::new(host, port).ok_or_else(|| AddressError {
+            element: text.to_owned(),
+            problem: "has a wildcard for a host, which nobody can dial".to_owned(),
+        })?;
         Ok(peer)
+    }
+
+    /// None for a wildcard.
+    pub(crate) fn new(host: Host, port: u16) -> Option<Self> {
+        let host = match host {
+            Host::Ip(address) => Host::Ip(address.to_canonical()),
+            name => name,
+        };
+        (!host.is_wildcard()).then_some(Self(HostPort { host, port }))
+    }
+
+    /// Name or address, without brackets.
+    pub fn host(&self) -> String {
+        match &self.0.host {
+            Host::Ip(address) => address.to_string(),
+            Host::Name(name) => name.clone(),
+        }
+    }
+
+    /// Port, not 0.
+    pub fn port(&self) -> u16 {
+        self.0.port
     }
 
     /// The address, if the host is one or is `localhost`.
     pub(crate) fn address(&self) -> Option<IpAddr> {
-        address(&self.host)
+        address(&self.0.host)
     }
 
     pub(crate) fn is_loopback(&self) -> bool {
@@ -82,10 +68,7 @@ impl Peer {
 
 impl fmt::Display for Peer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.host.contains(':') {
-            true => write!(f, "[{}]:{}", self.host, self.port),
-            false => write!(f, "{}:{}", self.host, self.port),
-        }
+        self.0.fmt(f)
     }
 }
 
@@ -107,20 +90,20 @@ impl PeerList {
     ///
     /// Errors: [`ErrorKind::KvParamsForbidden`].
     pub(crate) fn allow(&self, host: &str, port: u16) -> Result<Peer, ApiError> {
-        let peer = Peer {
-            host: canonical(host),
-            port,
+        let listed = |peer: &Peer| match &self.listed {
+            Some(listed) => listed.contains(peer),
+            None => port != 0 && peer.is_loopback(),
         };
-        let listed = match &self.listed {
-            Some(listed) => listed.contains(&peer),
-            None => peer.port != 0 && peer.is_loopback(),
-        };
-        if !listed {
-            return Err(forbidden(match self.listed {
-                Some(_) => "names a peer that --pd-peers does not list",
-                None => "names a peer that is not on loopback, and --pd-peers lists none",
-            }));
-        }
+        let peer = Host::parse(host)
+            .ok()
+            .and_then(|host| Peer::new(host, port))
+            .filter(listed)
+            .ok_or_else(|| {
+                forbidden(match self.listed {
+                    Some(_) => "names a peer that --pd-peers does not list",
+                    None => "names a peer that is not on loopback, and --pd-peers lists none",
+                })
+            })?;
         // A name may still turn out to be elsewhere: the one who dials checks again.
         if !self.keyed && peer.address().is_some_and(|address| !address.is_loopback()) {
             return Err(forbidden(
@@ -136,19 +119,11 @@ fn forbidden(what: &str) -> ApiError {
     ApiError::new(ErrorKind::KvParamsForbidden, format!("{param} {what}")).with_param(param)
 }
 
-/// One spelling per host.
-fn canonical(host: &str) -> String {
-    match host.parse::<IpAddr>() {
-        Ok(address) => address.to_canonical().to_string(),
-        Err(_) => host.to_ascii_lowercase(),
-    }
-}
-
 /// The address that `host` is, or means on every node.
-pub(crate) fn address(host: &str) -> Option<IpAddr> {
+pub(crate) fn address(host: &Host) -> Option<IpAddr> {
     match host {
-        "localhost" => Some(IpAddr::from([127, 0, 0, 1])),
-        _ => host.parse().ok(),
+        Host::Ip(address) => Some(*address),
+        Host::Name(name) => (name == "localhost").then_some(IpAddr::from([127, 0, 0, 1])),
     }
 }
 
@@ -183,6 +158,8 @@ mod tests {
                 "localhost",
                 "LOCALHOST",
                 "::ffff:127.0.0.1",
+                "[::1]",
+                "localhost.",
             ] {
                 assert!(allowed(&list, host, 9), "{host}");
             }
@@ -198,10 +175,9 @@ mod tests {
                 "2130706433",
                 "0x7f000001",
                 "::ffff:10.0.0.1",
-                "[::1]",
+                "[10.0.0.1]",
                 "127.0.0.1:80",
                 " 127.0.0.1",
-                "localhost.",
             ] {
                 assert!(!allowed(&list, host, 9), "{host}");
             }
@@ -271,7 +247,7 @@ mod tests {
         #[test]
         fn nothing_but_loopback_comes_out(host in "[0-9a-f:.%x]{0,24}|.{0,24}", port in any::<u16>()) {
             if let Ok(peer) = list(&[], true).allow(&host, port) {
-                prop_assert!(peer.address().is_some_and(|address| address.is_loopback()) && peer.port != 0);
+                prop_assert!(peer.address().is_some_and(|address| address.is_loopback()) && peer.port() != 0);
             }
             let _ = Peer::parse(&format!("{host}:{port}"));
         }

@@ -178,8 +178,8 @@ impl Pool {
 
     async fn reach(&self, peer: &Peer) -> Result<TcpStream, ApiError> {
         let addresses: Vec<SocketAddr> = match peer.address() {
-            Some(address) => vec![SocketAddr::new(address, peer.port)],
-            None => lookup_host((peer.host.as_str(), peer.port))
+            Some(address) => vec![SocketAddr::new(address, peer.port())],
+            None => lookup_host((peer.host(), peer.port()))
                 .await
                 .map_err(|error| failed(peer, &error.to_string()))?
                 .collect(),

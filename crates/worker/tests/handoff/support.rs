@@ -11,7 +11,9 @@ use tokio_util::task::TaskTracker;
 use twinfer_engine::{HeldKv, KvGeometry, RequestId};
 use twinfer_protocol::{BlockId, Epoch, Fingerprint, KvTransferParams, TokenId};
 use twinfer_sys::BlockArena;
-use twinfer_worker::handoff::{Exporter, ExporterConfig, Importer, ImporterConfig, PeerKey};
+use twinfer_worker::handoff::{
+    Exporter, ExporterConfig, Importer, ImporterConfig, KvListener, PeerKey,
+};
 
 pub(crate) const GEOMETRY: KvGeometry = KvGeometry {
     layers: 3,
@@ -141,9 +143,6 @@ impl Prefill {
             name: "prefill-0".into(),
             epoch: Epoch(options.epoch),
             fingerprint: options.fingerprint.clone(),
-            host: "127.0.0.1".into(),
-            port: options.port,
-            advertise_host: None,
             key: key(options),
             lease: options.lease,
             timeout: options.timeout,
@@ -151,7 +150,8 @@ impl Prefill {
             arena: Arc::clone(&memory.arena),
             wake: Box::new(move || wake.notify_one()),
         };
-        let (exporter, server) = Exporter::bind(config).await.unwrap();
+        let listener = KvListener::bind("127.0.0.1", options.port, None, config.key.is_some());
+        let (exporter, server) = Exporter::on(listener.await.unwrap(), config).unwrap();
         let (stop, tasks) = (CancellationToken::new(), TaskTracker::new());
         tasks.spawn(server.run(stop.clone()));
         Self {

@@ -12,7 +12,7 @@ use std::time::Duration;
 use twinfer_engine::{HeldKv, KvGeometry, RequestId};
 use twinfer_protocol::{ErrorKind, Fingerprint, KvRelease, KvTransferParams};
 use twinfer_worker::handoff::{
-    BindError, Exporter, ExporterConfig, FetchReport, ReleaseOutcome, Use,
+    BindError, Exporter, ExporterConfig, FetchReport, KvListener, ReleaseOutcome, Use,
 };
 
 #[tokio::test]
@@ -361,67 +361,58 @@ async fn the_release_route_is_idempotent_and_knows_its_epoch() {
 
 #[tokio::test]
 async fn addresses_that_would_be_open_or_unreachable_are_refused_at_start() {
-    let options = Options::default();
-    let memory = Memory::new(&options);
-    let config =
-        |host: &str, advertise: Option<&str>, key: Option<&str>, port: u16| ExporterConfig {
-            name: "p".into(),
-            epoch: twinfer_protocol::Epoch(1),
-            fingerprint: Fingerprint::default(),
-            host: host.into(),
-            port,
-            advertise_host: advertise.map(str::to_owned),
-            key: key.and_then(|key| twinfer_worker::handoff::PeerKey::new(key.as_bytes())),
-            lease: Duration::from_secs(30),
-            timeout: Duration::from_secs(1),
-            geometry: options.geometry,
-            arena: Arc::clone(&memory.arena),
-            wake: Box::new(|| {}),
-        };
-    let bind = |config| async {
-        Exporter::bind(config)
-            .await
-            .map(|(exporter, server)| (exporter.addr(), server))
+    let bind = async |host: &str, advertise: Option<&str>, keyed: bool, port: u16| {
+        KvListener::bind(host, port, advertise, keyed).await
     };
-    let error = bind(config("0.0.0.0", Some("10.0.0.1"), None, 0))
+    let error = bind("0.0.0.0", Some("10.0.0.1"), false, 0)
         .await
-        .err()
-        .unwrap();
+        .unwrap_err();
     assert!(matches!(error, BindError::NeedsKey { .. }), "{error}");
     for wildcard in ["0.0.0.0", "::", "[::]"] {
-        let error = bind(config(wildcard, None, Some("k"), 0))
-            .await
-            .err()
-            .unwrap();
+        let error = bind(wildcard, None, true, 0).await.unwrap_err();
         assert!(matches!(error, BindError::NeedsAdvertise { .. }), "{error}");
-        let error = bind(config(wildcard, Some("0.0.0.0"), Some("k"), 0))
-            .await
-            .err()
-            .unwrap();
+        let error = bind(wildcard, Some("0.0.0.0"), true, 0).await.unwrap_err();
         assert!(matches!(error, BindError::BadAdvertise { .. }), "{error}");
     }
-    let open = bind(config("0.0.0.0", Some("node-7.example"), Some("k"), 0))
+    let error = bind("a b", None, true, 0).await.unwrap_err();
+    assert!(matches!(error, BindError::Resolve { .. }), "{error}");
+    let open = bind("0.0.0.0", Some("node-7.example"), true, 0)
         .await
         .unwrap();
-    assert!(open.0.starts_with("node-7.example:"), "{}", open.0);
-    let here = bind(config("localhost", None, None, 0)).await.unwrap();
-    let port: u16 = here.0.rsplit_once(':').unwrap().1.parse().unwrap();
-    let error = bind(config("localhost", None, None, port))
-        .await
-        .err()
-        .unwrap();
+    assert!(
+        open.addr().starts_with("node-7.example:"),
+        "{}",
+        open.addr()
+    );
+    let here = bind("localhost", None, false, 0).await.unwrap();
+    let port: u16 = here.addr().rsplit_once(':').unwrap().1.parse().unwrap();
+    let error = bind("localhost", None, false, port).await.unwrap_err();
     assert!(
         error.to_string().contains(&port.to_string()),
         "names the port in use: {error}"
     );
-    let wide = ExporterConfig {
+}
+
+#[tokio::test]
+async fn memory_of_another_shape_is_refused_at_start() {
+    let options = Options::default();
+    let config = ExporterConfig {
+        name: "p".into(),
+        epoch: twinfer_protocol::Epoch(1),
+        fingerprint: Fingerprint::default(),
+        key: None,
+        lease: Duration::from_secs(30),
+        timeout: Duration::from_secs(1),
         geometry: KvGeometry {
             width: 6,
             ..options.geometry
         },
-        ..config("localhost", None, None, 0)
+        arena: Memory::new(&options).arena,
+        wake: Box::new(|| {}),
     };
-    assert!(matches!(bind(wide).await, Err(BindError::Geometry { .. })));
+    let listener = KvListener::bind("localhost", 0, None, false).await.unwrap();
+    let refused = Exporter::on(listener, config);
+    assert!(matches!(refused, Err(BindError::Geometry { .. })));
 }
 
 fn shape() -> impl Strategy<Value = (KvGeometry, usize, usize)> {
