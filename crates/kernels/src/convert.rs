@@ -86,7 +86,7 @@ pub fn load_f32(dtype: DType, bytes: &[u8], out: &mut [f32]) -> Result<(), Kerne
 
 /// Upper half of the nearest value with an empty lower half.
 #[inline(always)]
-fn round_bits(value: f32) -> u16 {
+pub(crate) fn round_bits(value: f32) -> u16 {
     let bits = value.to_bits();
     let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
     // Rounding a NaN could carry into infinity; a set quiet bit keeps it a NaN.

@@ -8,6 +8,10 @@ pub struct Isa(pub(crate) Kind);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Kind {
+    /// AVX-512 with VNNI and BF16.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
+    /// AVX-512 with VNNI.
     #[cfg(target_arch = "x86_64")]
     Avx512,
     #[cfg(target_arch = "x86_64")]
@@ -60,8 +64,10 @@ impl Isa {
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl")
+                && is_x86_feature_detected!("avx512vnni")
             {
-                found.push(Self(Kind::Avx512));
+                let bf16 = is_x86_feature_detected!("avx512bf16");
+                found.push(Self(if bf16 { Kind::Avx512Bf16 } else { Kind::Avx512 }));
             }
             if avx2 {
                 found.push(Self(Kind::Avx2));
@@ -71,11 +77,26 @@ impl Isa {
         found
     }
 
+    /// The fastest instruction set of this processor.
+    pub(crate) fn best() -> Self {
+        Self::detect(None).unwrap_or(Self(Kind::Portable))
+    }
+
+    /// This instruction set without bf16 dot products, for tests of what replaces them.
+    #[doc(hidden)]
+    pub fn without_bf16(self) -> Self {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Kind::Avx512Bf16 => Self(Kind::Avx512),
+            other => Self(other),
+        }
+    }
+
     /// A rough speed of one core, for cutting work into tasks.
     pub(crate) fn products_per_nanosecond(self) -> usize {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512 => 40,
+            Kind::Avx512 | Kind::Avx512Bf16 => 40,
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2 => 30,
             // x86-64 without FMA calls a function for every product.
@@ -84,11 +105,26 @@ impl Isa {
         }
     }
 
+    /// A rough number of lines of packed weights that one core multiplies by one row per microsecond.
+    pub(crate) fn lines_per_microsecond(self, bf16: bool) -> usize {
+        match (self.0, bf16) {
+            #[cfg(target_arch = "x86_64")]
+            (Kind::Avx512Bf16 | Kind::Avx512, false) | (Kind::Avx512Bf16, true) => 3000,
+            #[cfg(target_arch = "x86_64")]
+            (Kind::Avx512, true) => 1500,
+            #[cfg(target_arch = "x86_64")]
+            (Kind::Avx2, false) => 1200,
+            #[cfg(target_arch = "x86_64")]
+            (Kind::Avx2, true) => 900,
+            (Kind::Portable, _) => 100,
+        }
+    }
+
     /// `avx512`, `avx2` or `portable`.
     pub fn name(self) -> &'static str {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
-            Kind::Avx512 => "avx512",
+            Kind::Avx512 | Kind::Avx512Bf16 => "avx512",
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2 => "avx2",
             Kind::Portable => "portable",

@@ -25,14 +25,16 @@ mod heads;
 mod isa;
 pub mod math;
 mod matrix;
+mod panels;
 pub mod peaks;
 pub mod reference;
 mod rows;
 mod scratch;
 mod simd;
 mod team;
+mod weight;
 
-pub use attention::{MlaParams, MlaSeq, TILE, mla_attention};
+pub use attention::{GqaParams, GqaSeq, MlaParams, MlaSeq, TILE, gqa_attention, mla_attention};
 pub use convert::{bf16_to_f32, f32_to_bf16, load_f32, round_to_bf16, store_f32};
 pub use error::KernelError;
 pub use gemm::{K_BLOCK, grouped_linear, linear, per_head_linear};
@@ -40,11 +42,16 @@ pub use half::bf16;
 pub use heads::HeadRows;
 pub use isa::Isa;
 pub use matrix::{DType, Matrix, WeightBytes};
+pub use panels::{
+    grouped_product, grouped_product_gathered, per_head_product, product, product_accumulators,
+    quantize_rows,
+};
 pub use rows::{
-    add, add_scaled, rms_norm, rms_norm_row, rms_norm_row_in_place, rope_interleaved,
-    sigmoid_in_place, silu_mul, softmax_in_place,
+    add, add_scaled, rms_norm, rms_norm_row, rms_norm_row_in_place, rope_half, rope_interleaved,
+    sigmoid_in_place, silu_mul, silu_mul_halves, softmax_in_place,
 };
 pub use team::ThreadTeam;
+pub use weight::{Activation, Compute, Format, Int8Rows, RowScales, Weight};
 
 #[cfg(target_endian = "big")]
 compile_error!(

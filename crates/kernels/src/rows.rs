@@ -136,7 +136,42 @@ pub fn silu_mul(team: &ThreadTeam, gate: &mut [f32], up: &[f32]) -> Result<(), K
         // SAFETY: the part is inside both buffers and disjoint from other tasks'.
         unsafe {
             let count = TASK_VALUES.min(length - start);
-            run_silu_mul(team.isa(), gate.0.add(start), up.as_ptr().add(start), count);
+            let gate = gate.0.add(start);
+            run_silu_mul(team.isa(), gate, up.as_ptr().add(start), gate, count);
+        }
+    })
+}
+
+/// out = silu(gate) · up for rows `[gate | up]` of 2 · `width` values each, out `[rows, width]`.
+///
+/// # Errors
+/// [`KernelError::Shape`] unless `width` is above 0 and lengths fit; [`KernelError::Panicked`].
+pub fn silu_mul_halves(
+    team: &ThreadTeam,
+    gate_up: &[f32],
+    width: usize,
+    out: &mut [f32],
+) -> Result<(), KernelError> {
+    ensure_shape!(
+        width > 0 && out.len().is_multiple_of(width) && gate_up.len() == out.len() * 2,
+        "{} gates and values in rows of 2 · {width} for {}",
+        gate_up.len(),
+        out.len()
+    );
+    let rows = out.len() / width;
+    let task_rows = TASK_VALUES.div_ceil(width);
+    let length = out.len();
+    let out = Parts(out.as_mut_ptr());
+    team.run_worth(length / 2, rows.div_ceil(task_rows), |task, _| {
+        let out = &out;
+        for row in task * task_rows..rows.min((task + 1) * task_rows) {
+            let halves = &gate_up[row * 2 * width..(row + 1) * 2 * width];
+            let (gate, up) = halves.split_at(width);
+            // SAFETY: the row is inside the buffer and disjoint from other tasks'.
+            unsafe {
+                let out = out.0.add(row * width);
+                run_silu_mul(team.isa(), gate.as_ptr(), up.as_ptr(), out, width);
+            }
         }
     })
 }
@@ -191,6 +226,26 @@ pub fn rope_interleaved(row: &mut [f32], cos: &[f32], sin: &[f32]) -> Result<(),
     Ok(())
 }
 
+/// Rotates the pairs (i, i + half) of a row: (a, b) → (a·cos_i − b·sin_i, b·cos_i + a·sin_i), every operation rounded.
+/// The layout of Llama and Qwen in Hugging Face files.
+///
+/// # Errors
+/// [`KernelError::Shape`] unless the row has two values per cos and per sin.
+pub fn rope_half(row: &mut [f32], cos: &[f32], sin: &[f32]) -> Result<(), KernelError> {
+    ensure_shape!(
+        row.len() == 2 * cos.len() && cos.len() == sin.len(),
+        "rotation of {} values by {} cos and {} sin",
+        row.len(),
+        cos.len(),
+        sin.len()
+    );
+    let (lower, upper) = row.split_at_mut(cos.len());
+    for (((a, b), cos), sin) in lower.iter_mut().zip(upper).zip(cos).zip(sin) {
+        (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+    }
+    Ok(())
+}
+
 /// x ← 1 / (1 + e^−x).
 pub fn sigmoid_in_place(isa: Isa, values: &mut [f32]) {
     // SAFETY: pointer and length are those of the slice.
@@ -207,7 +262,7 @@ simd_kernel! {
     fn run_norm = norm(x: *const f32, weight: *const f32, epsilon: f32, out: *mut f32, length: usize)
 }
 simd_kernel! {
-    fn run_silu_mul = silu_mul_kernel(gate: *mut f32, up: *const f32, length: usize)
+    fn run_silu_mul = silu_mul_kernel(gate: *const f32, up: *const f32, out: *mut f32, length: usize)
 }
 simd_kernel! {
     fn run_sigmoid = sigmoid_kernel(values: *mut f32, length: usize)
@@ -269,7 +324,12 @@ unsafe fn sum_of_squares<S: Simd>(x: *const f32, length: usize) -> f32 {
 
 /// The vector at `place`; `pad` from `length` on.
 #[inline(always)]
-unsafe fn load_padded<S: Simd>(values: *const f32, place: usize, length: usize, pad: f32) -> S::V {
+pub(crate) unsafe fn load_padded<S: Simd>(
+    values: *const f32,
+    place: usize,
+    length: usize,
+    pad: f32,
+) -> S::V {
     // SAFETY: the caller grants `length` values; none behind is read.
     unsafe {
         if place + S::LANES <= length {
@@ -304,16 +364,16 @@ unsafe fn one_plus_exp_minus<S: Simd>(x: S::V) -> S::V {
 }
 
 /// # Safety
-/// Both pointers are valid for `length` values.
+/// All three pointers are valid for `length` values; `out` may be `gate`.
 #[inline(always)]
-unsafe fn silu_mul_kernel<S: Simd>(gate: *mut f32, up: *const f32, length: usize) {
+unsafe fn silu_mul_kernel<S: Simd>(gate: *const f32, up: *const f32, out: *mut f32, length: usize) {
     for place in (0..length).step_by(S::LANES) {
         // SAFETY: the caller's duty.
         unsafe {
             let g = load_padded::<S>(gate, place, length, 0.0);
             let u = load_padded::<S>(up, place, length, 0.0);
             let v = S::mul(S::div(g, one_plus_exp_minus::<S>(g)), u);
-            store_padded::<S>(gate, place, length, v);
+            store_padded::<S>(out, place, length, v);
         }
     }
 }

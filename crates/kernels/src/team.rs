@@ -7,7 +7,7 @@
 use std::any::Any;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -19,6 +19,9 @@ const MAX_SPIN: Duration = Duration::from_micros(20);
 
 /// Waking a parked thread takes some ten microseconds; less work than this is done sooner by one.
 pub(crate) const SOLO_NANOSECONDS: usize = 20_000;
+
+/// The same for a thread that still spins.
+const SOLO_NANOSECONDS_SPINNING: usize = 4_000;
 
 /// Threads that run tasks together. With one thread everything runs inline.
 #[derive(Debug)]
@@ -149,6 +152,25 @@ impl ThreadTeam {
         self.isa
     }
 
+    /// Whether so much work is done sooner together than by the calling thread alone.
+    pub(crate) fn is_worth(&self, nanoseconds: usize) -> bool {
+        let least = if self.shared.spin.is_zero() {
+            SOLO_NANOSECONDS
+        } else {
+            SOLO_NANOSECONDS_SPINNING
+        };
+        !self.workers.is_empty() && nanoseconds >= least
+    }
+
+    /// Runs all tasks on the calling thread.
+    pub(crate) fn run_solo(
+        &self,
+        tasks: usize,
+        body: impl Fn(usize) + Sync,
+    ) -> Result<(), KernelError> {
+        claim(&|task, _| body(task), &AtomicUsize::new(0), tasks, 0).map_err(KernelError::Panicked)
+    }
+
     /// As [`ThreadTeam::run`], but on the calling thread alone when all tasks together take less than it is worth to
     /// wake another thread for.
     pub(crate) fn run_worth(
@@ -157,10 +179,35 @@ impl ThreadTeam {
         tasks: usize,
         body: impl Fn(usize, usize) + Sync,
     ) -> Result<(), KernelError> {
-        if nanoseconds < SOLO_NANOSECONDS {
+        if !self.is_worth(nanoseconds) {
             return claim(&body, &AtomicUsize::new(0), tasks, 0).map_err(KernelError::Panicked);
         }
         self.run(tasks, body)
+    }
+
+    /// One section in two phases: `first` runs for every task in `0..firsts`, then `second` for every task in
+    /// `0..seconds`; no call of `second` starts before all of `first` have returned.
+    ///
+    /// # Errors
+    /// As [`ThreadTeam::run`]; after a panic of `first`, `second` does not run.
+    pub(crate) fn run_two(
+        &self,
+        firsts: usize,
+        seconds: usize,
+        first: impl Fn(usize) + Sync,
+        second: impl Fn(usize) + Sync,
+    ) -> Result<(), KernelError> {
+        let gate = Gate::new(firsts);
+        // Tasks are claimed in ascending order: whoever waits at the gate waits for tasks that others run already.
+        self.run(firsts + seconds, |task, _| {
+            if task < firsts {
+                let passed = gate.pass();
+                first(task);
+                passed.whole();
+            } else if gate.wait() {
+                second(task - firsts);
+            }
+        })
     }
 
     /// Calls `body(task, worker)` once for every task in `0..tasks` and returns when all calls have returned. `worker`
@@ -201,6 +248,60 @@ impl ThreadTeam {
         let mine = claim(&body, &next, tasks, 0);
         let theirs = self.shared.close();
         mine.and(theirs).map_err(KernelError::Panicked)
+    }
+}
+
+/// Counts tasks of a first phase.
+#[derive(Debug)]
+struct Gate {
+    tasks: usize,
+    done: AtomicUsize,
+    broken: AtomicBool,
+}
+
+/// A task of the first phase; dropped before [`Pass::whole`] it breaks the gate.
+struct Pass<'a>(&'a Gate);
+
+impl Gate {
+    fn new(tasks: usize) -> Self {
+        Self {
+            tasks,
+            done: AtomicUsize::new(0),
+            broken: AtomicBool::new(false),
+        }
+    }
+
+    fn pass(&self) -> Pass<'_> {
+        Pass(self)
+    }
+
+    /// Waits for the first phase; false when a task of it panicked.
+    fn wait(&self) -> bool {
+        let mut begin = None;
+        while self.done.load(Ordering::Acquire) < self.tasks {
+            if self.broken.load(Ordering::Relaxed) {
+                return false;
+            }
+            if begin.get_or_insert_with(Instant::now).elapsed() < MAX_SPIN {
+                std::hint::spin_loop();
+            } else {
+                std::thread::yield_now();
+            }
+        }
+        true
+    }
+}
+
+impl Pass<'_> {
+    fn whole(self) {
+        self.0.done.fetch_add(1, Ordering::Release);
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Pass<'_> {
+    fn drop(&mut self) {
+        self.0.broken.store(true, Ordering::Relaxed);
     }
 }
 
@@ -417,6 +518,34 @@ mod tests {
                 assert_eq!(error, KernelError::Panicked(format!("task {bad} broke")));
                 team.run(100, |_, _| {}).unwrap();
             }
+        }
+    }
+
+    #[test]
+    fn the_second_phase_sees_all_of_the_first() {
+        for threads in 1..=3 {
+            let team = team(threads);
+            for _ in 0..300 {
+                let done = AtomicUsize::new(0);
+                let checked = AtomicUsize::new(0);
+                team.run_two(
+                    7,
+                    5,
+                    |_| {
+                        done.fetch_add(1, Ordering::Relaxed);
+                    },
+                    |_| {
+                        assert_eq!(done.load(Ordering::Relaxed), 7);
+                        checked.fetch_add(1, Ordering::Relaxed);
+                    },
+                )
+                .unwrap();
+                assert_eq!(checked.into_inner(), 5);
+            }
+            let error = team
+                .run_two(4, 4, |task| assert!(task != 1, "broke"), |_| {})
+                .unwrap_err();
+            assert_eq!(error, KernelError::Panicked("broke".to_owned()));
         }
     }
 

@@ -8,7 +8,7 @@ use common::{assert_same_bits, teams, values};
 use proptest::prelude::*;
 use twinfer_kernels::{
     Isa, add, add_scaled, math, reference, rms_norm, rms_norm_row, rms_norm_row_in_place,
-    rope_interleaved, sigmoid_in_place, silu_mul, softmax_in_place,
+    rope_half, rope_interleaved, sigmoid_in_place, silu_mul, silu_mul_halves, softmax_in_place,
 };
 
 const WIDTHS: [usize; 14] = [1, 3, 7, 8, 15, 16, 17, 20, 48, 80, 176, 512, 1000, 1537];
@@ -158,4 +158,44 @@ fn sums_are_elementwise_and_lengths_are_checked() {
     assert!(rms_norm_row(team.isa(), &[], &[], 1e-6, &mut []).is_err());
     assert!(rms_norm_row_in_place(team.isa(), &mut [1.0], &[1.0; 2], 1e-6).is_err());
     assert!(silu_mul(team, &mut out, &[1.0; 3]).is_err());
+}
+
+#[test]
+fn halves_are_gated_like_separate_buffers() {
+    for (rows, width) in [(1, 1), (3, 20), (5, 176), (70, 513)] {
+        let joined: Vec<f32> = values(rows * 2 * width, 3)
+            .iter()
+            .map(|x| x * 5.0)
+            .collect();
+        let mut expected = Vec::new();
+        for row in joined.chunks(2 * width) {
+            let mut gate = row[..width].to_vec();
+            reference::silu_mul(&mut gate, &row[width..]);
+            expected.extend(gate);
+        }
+        for team in teams() {
+            let mut out = vec![f32::NAN; rows * width];
+            silu_mul_halves(team, &joined, width, &mut out).unwrap();
+            assert_same_bits(&out, &expected, "halves");
+        }
+    }
+    let mut out = [0.0; 4];
+    assert!(silu_mul_halves(teams()[0], &[0.0; 7], 2, &mut out).is_err());
+    assert!(silu_mul_halves(teams()[0], &[0.0; 8], 0, &mut out).is_err());
+    assert!(silu_mul_halves(teams()[0], &[0.0; 8], 3, &mut out).is_err());
+}
+
+#[test]
+fn half_rotation_pairs_values_half_a_row_apart() {
+    let angles = [0.3f32, 1.1, -2.0];
+    let (cos, sin) = (angles.map(f32::cos), angles.map(f32::sin));
+    let x = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0];
+    let mut row = x;
+    rope_half(&mut row, &cos, &sin).unwrap();
+    for i in 0..3 {
+        assert_eq!(row[i], x[i] * cos[i] - x[i + 3] * sin[i]);
+        assert_eq!(row[i + 3], x[i + 3] * cos[i] + x[i] * sin[i]);
+    }
+    assert!(rope_half(&mut row[..5], &cos, &sin).is_err());
+    assert!(rope_half(&mut row, &cos, &sin[..2]).is_err());
 }

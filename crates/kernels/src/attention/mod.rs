@@ -1,5 +1,6 @@
 //! Multi-head latent attention in absorbed form.
 
+mod gqa;
 mod task;
 
 use std::ops::Range;
@@ -8,6 +9,7 @@ use crate::error::ensure_shape;
 use crate::scratch::with_scratch;
 use crate::team::SOLO_NANOSECONDS;
 use crate::{DType, HeadRows, KernelError, ThreadTeam};
+pub use gqa::{GqaParams, GqaSeq, gqa_attention};
 use task::{Call, Task, run_task, scratch_length};
 
 /// Absolute positions that are folded into the running softmax together.
@@ -174,29 +176,48 @@ fn check(
         .and_then(|count| count.checked_mul(kv_type.size()));
     let mut end = 0;
     for seq in seqs {
-        ensure_shape!(
-            end <= seq.rows.start && seq.rows.start <= seq.rows.end && seq.rows.end <= rows,
-            "query rows {:?} after {end} of {rows}",
-            seq.rows
-        );
-        end = seq.rows.end;
-        let needed = seq.first_position.checked_add(seq.rows.len());
-        let held = seq.units.len().saturating_mul(block_size);
-        ensure_shape!(
-            needed.is_some_and(|needed| needed <= held),
-            "{} rows from position {} need more than {} blocks of {block_size}",
-            seq.rows.len(),
+        check_seq(
+            end,
+            rows,
+            &seq.rows,
             seq.first_position,
-            seq.units.len()
+            seq.units,
+            block_size,
+            unit_bytes,
+        )?;
+        end = seq.rows.end;
+    }
+    Ok(())
+}
+
+/// Checks one sequence whose rows follow those before `end`.
+fn check_seq(
+    end: usize,
+    rows: usize,
+    own: &Range<usize>,
+    first_position: usize,
+    units: &[&[u8]],
+    block_size: usize,
+    unit_bytes: Option<usize>,
+) -> Result<(), KernelError> {
+    ensure_shape!(
+        end <= own.start && own.start <= own.end && own.end <= rows,
+        "query rows {own:?} after {end} of {rows}"
+    );
+    let needed = first_position.checked_add(own.len());
+    let held = units.len().saturating_mul(block_size);
+    ensure_shape!(
+        needed.is_some_and(|needed| needed <= held),
+        "{} rows from position {first_position} need more than {} blocks of {block_size}",
+        own.len(),
+        units.len()
+    );
+    for unit in units {
+        ensure_shape!(
+            unit_bytes.is_some_and(|bytes| bytes <= unit.len()),
+            "a KV unit of {} bytes is shorter than the {unit_bytes:?} of a block",
+            unit.len()
         );
-        for unit in seq.units {
-            ensure_shape!(
-                unit_bytes.is_some_and(|bytes| bytes <= unit.len()),
-                "a KV unit of {} bytes is too short for {block_size} rows of {} {kv_type:?}",
-                unit.len(),
-                latent + rope
-            );
-        }
     }
     Ok(())
 }

@@ -70,6 +70,39 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn without_small(v: __m256, limit: f32) -> __m256 {
+        let magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0), v);
+        _mm256_and_ps(
+            _mm256_cmp_ps::<_CMP_NLT_UQ>(magnitude, _mm256_set1_ps(limit)),
+            v,
+        )
+    }
+
+    #[inline(always)]
+    unsafe fn store_i8(to: *mut i8, v: __m256) {
+        let v = _mm256_cvtps_epi32(v);
+        let halves = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256::<1>(v));
+        _mm_storel_epi64(to.cast(), _mm_packs_epi16(halves, halves))
+    }
+
+    #[inline(always)]
+    unsafe fn store_bf16(to: *mut u16, v: __m256) {
+        let bits = _mm256_castps_si256(v);
+        let upper = _mm256_srli_epi32::<16>(bits);
+        let odd = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+        let carry = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+        let rounded = _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, carry));
+        let quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
+        let nan = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(v, v));
+        let rounded = _mm256_blendv_epi8(rounded, quiet, nan);
+        let packed = _mm_packus_epi32(
+            _mm256_castsi256_si128(rounded),
+            _mm256_extracti128_si256::<1>(rounded),
+        );
+        _mm_storeu_si128(to.cast(), packed)
+    }
+
+    #[inline(always)]
     unsafe fn prefetch(address: *const u8) {
         _mm_prefetch::<_MM_HINT_T0>(address.cast())
     }

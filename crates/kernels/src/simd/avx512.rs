@@ -4,8 +4,12 @@ use std::arch::x86_64::*;
 
 use super::Simd;
 
+/// With or without bf16 dot products; the operations of [`Simd`] are the same.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Avx512;
+pub(crate) struct Avx512Level<const BF16: bool>;
+
+pub(crate) type Avx512 = Avx512Level<false>;
+pub(crate) type Avx512Bf16 = Avx512Level<true>;
 
 #[inline(always)]
 fn mask(count: usize) -> __mmask16 {
@@ -19,7 +23,7 @@ fn mask(count: usize) -> __mmask16 {
     unsafe_op_in_unsafe_fn,
     reason = "the one reason for all bodies stands above"
 )]
-impl Simd for Avx512 {
+impl<const BF16: bool> Simd for Avx512Level<BF16> {
     type V = __m512;
     const LANES: usize = 16;
     const TILE_ROWS: usize = 6;
@@ -60,6 +64,29 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn store_part(to: *mut f32, v: __m512, count: usize) {
         _mm512_mask_storeu_ps(to, mask(count), v)
+    }
+
+    #[inline(always)]
+    unsafe fn without_small(v: __m512, limit: f32) -> __m512 {
+        let large = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(_mm512_abs_ps(v), _mm512_set1_ps(limit));
+        _mm512_maskz_mov_ps(large, v)
+    }
+
+    #[inline(always)]
+    unsafe fn store_i8(to: *mut i8, v: __m512) {
+        _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v)))
+    }
+
+    #[inline(always)]
+    unsafe fn store_bf16(to: *mut u16, v: __m512) {
+        let bits = _mm512_castps_si512(v);
+        let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+        let carry = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+        let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, carry));
+        let quiet = _mm512_or_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(0x40));
+        let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
+        let rounded = _mm512_mask_mov_epi32(rounded, nan, quiet);
+        _mm256_storeu_si256(to.cast(), _mm512_cvtepi32_epi16(rounded))
     }
 
     #[inline(always)]

@@ -13,7 +13,7 @@ mod portable;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
-pub(crate) use avx512::Avx512;
+pub(crate) use avx512::{Avx512, Avx512Bf16, Avx512Level};
 pub(crate) use portable::Portable;
 
 use crate::reference::LANES as STEP;
@@ -46,6 +46,13 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn store(to: *mut f32, v: Self::V);
     /// The first `count` < LANES values.
     unsafe fn store_part(to: *mut f32, v: Self::V, count: usize);
+
+    /// Zero where |v| < limit.
+    unsafe fn without_small(v: Self::V, limit: f32) -> Self::V;
+    /// LANES integers in −128 ..= 127.
+    unsafe fn store_i8(to: *mut i8, v: Self::V);
+    /// The nearest bf16 (ties to even) of LANES values, as bits; NaN stays NaN.
+    unsafe fn store_bf16(to: *mut u16, v: Self::V);
 
     /// Asks for the cache line at an address, which need not be mapped.
     unsafe fn prefetch(address: *const u8);
@@ -139,7 +146,7 @@ macro_rules! simd_kernel {
             match isa.0 {
                 // SAFETY: an Isa of this kind exists only where the processor has its features.
                 #[cfg(target_arch = "x86_64")]
-                $crate::isa::Kind::Avx512 => unsafe { avx512($($arg),*) },
+                $crate::isa::Kind::Avx512 | $crate::isa::Kind::Avx512Bf16 => unsafe { avx512($($arg),*) },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
                 $crate::isa::Kind::Avx2 => unsafe { avx2($($arg),*) },

@@ -78,6 +78,24 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    unsafe fn without_small(v: V, limit: f32) -> V {
+        v.map(|value| if value.abs() < limit { 0.0 } else { value })
+    }
+
+    #[inline(always)]
+    unsafe fn store_i8(to: *mut i8, v: V) {
+        // Integers already: the conversion only has to keep them.
+        to.cast::<[i8; 4]>()
+            .write_unaligned(v.map(|value| value as i32 as i8))
+    }
+
+    #[inline(always)]
+    unsafe fn store_bf16(to: *mut u16, v: V) {
+        to.cast::<[u16; 4]>()
+            .write_unaligned(v.map(crate::convert::round_bits))
+    }
+
+    #[inline(always)]
     unsafe fn prefetch(_address: *const u8) {}
 
     #[inline(always)]

@@ -1,6 +1,8 @@
 //! Made-up inputs and the teams every result must be equal on.
 
 use std::sync::LazyLock;
+use std::time::Duration;
+
 use twinfer_kernels::{Isa, ThreadTeam};
 
 /// Every instruction set of this processor with 1 thread and with more.
@@ -12,6 +14,8 @@ pub(crate) fn teams() -> Vec<&'static ThreadTeam> {
                 teams.push(ThreadTeam::new(threads, None, isa).unwrap());
             }
         }
+        let plain = Isa::available()[0].without_bf16();
+        teams.push(ThreadTeam::with_spin(2, None, plain, Duration::from_micros(20)).unwrap());
         teams
     });
     TEAMS.iter().collect()

@@ -1,0 +1,175 @@
+//! Tiles with AVX-512: a line is one register.
+
+use std::arch::x86_64::*;
+
+use super::dot::{Dot, Level};
+use crate::simd::Avx512Level;
+
+/// How far before its use a line is asked for, when few rows meet it.
+const PREFETCH_BYTES: usize = 1024;
+/// Tiles of at most so many sums are bound by the stream of lines.
+const STREAM_SUMS: usize = 8;
+
+pub(crate) struct Int8<const BF16: bool>;
+pub(crate) struct Bf16<const BF16: bool>;
+pub(crate) struct F32<const BF16: bool>;
+
+impl<const BF16: bool> Level for Avx512Level<BF16> {
+    type Int8 = Int8<BF16>;
+    type Bf16 = Bf16<BF16>;
+    type F32 = F32<BF16>;
+}
+
+/// One instruction (or its equal) per line and row.
+///
+/// # Safety
+/// As for [`Dot`].
+trait Step {
+    /// Whether sums may be split into chains and added in the end without a change.
+    const EXACT: bool;
+    unsafe fn step(sum: __m512i, x: *const u32, line: __m512i) -> __m512i;
+}
+
+impl<const BF16: bool> Step for Int8<BF16> {
+    const EXACT: bool = true;
+
+    #[inline(always)]
+    unsafe fn step(sum: __m512i, x: *const u32, line: __m512i) -> __m512i {
+        // SAFETY: the caller's duty. The stored weights are the unsigned factor.
+        unsafe { _mm512_dpbusd_epi32(sum, line, _mm512_set1_epi32(x.cast::<i32>().read())) }
+    }
+}
+
+impl<const BF16: bool> Step for Bf16<BF16> {
+    const EXACT: bool = false;
+
+    #[inline(always)]
+    unsafe fn step(sum: __m512i, x: *const u32, line: __m512i) -> __m512i {
+        // SAFETY: the caller's duty; a vector of bf16 is 64 bytes of plain bits.
+        unsafe {
+            let x = _mm512_set1_epi32(x.cast::<i32>().read());
+            let sum = _mm512_castsi512_ps(sum);
+            if BF16 {
+                let line = std::mem::transmute::<__m512i, __m512bh>(line);
+                let x = std::mem::transmute::<__m512i, __m512bh>(x);
+                return _mm512_castps_si512(_mm512_dpbf16_ps(sum, line, x));
+            }
+            let upper = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+            let second = |v| _mm512_castsi512_ps(_mm512_and_si512(v, upper));
+            let first = |v| _mm512_castsi512_ps(_mm512_slli_epi32::<16>(v));
+            let sum = _mm512_fmadd_ps(second(line), second(x), sum);
+            _mm512_castps_si512(_mm512_fmadd_ps(first(line), first(x), sum))
+        }
+    }
+}
+
+impl<const BF16: bool> Step for F32<BF16> {
+    const EXACT: bool = false;
+
+    #[inline(always)]
+    unsafe fn step(sum: __m512i, x: *const u32, line: __m512i) -> __m512i {
+        // SAFETY: the caller's duty.
+        unsafe {
+            let x = _mm512_set1_ps(x.cast::<f32>().read());
+            let sum = _mm512_fmadd_ps(_mm512_castsi512_ps(line), x, _mm512_castsi512_ps(sum));
+            _mm512_castps_si512(sum)
+        }
+    }
+}
+
+/// # Safety
+/// As for [`Dot::tile`].
+#[expect(
+    clippy::needless_range_loop,
+    reason = "register tiles are addressed by row and panel"
+)]
+#[inline(always)]
+unsafe fn tile<T: Step, const R: usize, const C: usize, const CHAINS: usize>(
+    x: *const u32,
+    lines: [*const u8; C],
+    count: usize,
+    out: *mut [u32; 16],
+) {
+    // SAFETY: the caller's duty.
+    unsafe {
+        let mut sums = [[[_mm512_setzero_si512(); CHAINS]; C]; R];
+        let whole = count / CHAINS * CHAINS;
+        let mut place = 0;
+        while place < whole {
+            for chain in 0..CHAINS {
+                for panel in 0..C {
+                    let line = lines[panel].add((place + chain) * 64);
+                    if R * C <= STREAM_SUMS {
+                        _mm_prefetch::<_MM_HINT_T0>(line.wrapping_add(PREFETCH_BYTES).cast());
+                    }
+                    let line = _mm512_loadu_si512(line.cast());
+                    for row in 0..R {
+                        let x = x.add((place + chain) * R + row);
+                        sums[row][panel][chain] = T::step(sums[row][panel][chain], x, line);
+                    }
+                }
+            }
+            place += CHAINS;
+        }
+        while place < count {
+            for panel in 0..C {
+                let line = _mm512_loadu_si512(lines[panel].add(place * 64).cast());
+                for row in 0..R {
+                    let x = x.add(place * R + row);
+                    sums[row][panel][0] = T::step(sums[row][panel][0], x, line);
+                }
+            }
+            place += 1;
+        }
+        for row in 0..R {
+            for panel in 0..C {
+                let mut sum = sums[row][panel][0];
+                for chain in 1..CHAINS {
+                    sum = _mm512_add_epi32(sum, sums[row][panel][chain]);
+                }
+                _mm512_storeu_si512(out.add(row * C + panel).cast(), sum);
+            }
+        }
+    }
+}
+
+macro_rules! dot {
+    ($kind:ident, $value:ty, $k:literal, |$values:ident| $cell:expr) => {
+        impl<const BF16: bool> Dot for $kind<BF16> {
+            type S = Avx512Level<BF16>;
+            type Value = $value;
+            type Cell = u32;
+            const K: usize = $k;
+            const ROWS: usize = 12;
+
+            #[inline(always)]
+            unsafe fn cell($values: *const $value) -> u32 {
+                // SAFETY: the caller grants K values.
+                unsafe { $cell }
+            }
+
+            #[inline(always)]
+            unsafe fn tile<const R: usize, const C: usize>(
+                x: *const u32,
+                lines: [*const u8; C],
+                count: usize,
+                out: *mut [u32; 16],
+            ) {
+                // SAFETY: the caller's duty. Chains hide the latency of the few sums of a single row.
+                unsafe {
+                    if Self::EXACT && R * C == 1 {
+                        tile::<Self, R, C, 4>(x, lines, count, out);
+                    } else if Self::EXACT && R * C <= 3 {
+                        tile::<Self, R, C, 2>(x, lines, count, out);
+                    } else {
+                        tile::<Self, R, C, 1>(x, lines, count, out);
+                    }
+                }
+            }
+        }
+    };
+}
+
+dot!(Int8, i8, 4, |values| values.cast::<u32>().read_unaligned());
+dot!(Bf16, u16, 2, |values| values.cast::<u32>().read_unaligned());
+dot!(F32, f32, 1, |values| values.cast::<u32>().read_unaligned());

@@ -1,0 +1,88 @@
+//! Kinds of dot products and the instruction sets that compute them.
+
+use crate::simd::Simd;
+
+/// An instruction set's three kinds of dot products.
+pub(crate) trait Level: Simd {
+    /// int8 by int8, sums in i32, four k to a line.
+    type Int8: Dot<S = Self, Value = i8>;
+    /// bf16 by bf16, sums in f32, two k to a line: per line first the second k, then the first, each fused.
+    type Bf16: Dot<S = Self, Value = u16>;
+    /// f32 by f32, fused, one k to a line.
+    type F32: Dot<S = Self, Value = f32>;
+}
+
+/// One kind of dot product on one instruction set.
+///
+/// # Safety
+/// All functions: the processor has the instruction set, and pointers are valid for what is named.
+pub(crate) trait Dot: 'static {
+    type S: Simd;
+    /// Values of x as packing writes them before they go into cells.
+    type Value: Copy + Default;
+    /// The values of x of one row that meet one line.
+    type Cell: Copy;
+    /// Values of k per line.
+    const K: usize;
+    /// Most rows of a tile.
+    const ROWS: usize;
+
+    /// The cell of K values.
+    unsafe fn cell(values: *const Self::Value) -> Self::Cell;
+
+    /// Sums of `R` rows by `C` panels over `count` lines into `out[row * C + panel]`, as the bits of i32 or f32.
+    /// Cell (line, row) lies at `x[line * R + row]`.
+    unsafe fn tile<const R: usize, const C: usize>(
+        x: *const Self::Cell,
+        lines: [*const u8; C],
+        count: usize,
+        out: *mut [u32; 16],
+    );
+}
+
+/// Defines `unsafe fn name(isa, args)`, which runs the kernel generic over [`Level`] compiled for that instruction set.
+macro_rules! panel_kernel {
+    (
+        $(#[$attribute:meta])*
+        $vis:vis fn $name:ident = $kernel:ident ( $($arg:ident : $type:ty),* $(,)? )
+    ) => {
+        $(#[$attribute])*
+        ///
+        /// # Safety
+        /// That of the kernel it enters.
+        $vis unsafe fn $name(isa: $crate::Isa, $($arg: $type),*) {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma")]
+            unsafe fn avx512_bf16($($arg: $type),*) {
+                // SAFETY: the caller's duty.
+                unsafe { $kernel::<$crate::simd::Avx512Bf16>($($arg),*) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma")]
+            unsafe fn avx512($($arg: $type),*) {
+                // SAFETY: the caller's duty.
+                unsafe { $kernel::<$crate::simd::Avx512>($($arg),*) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            unsafe fn avx2($($arg: $type),*) {
+                // SAFETY: the caller's duty.
+                unsafe { $kernel::<$crate::simd::Avx2>($($arg),*) }
+            }
+            match isa.0 {
+                // SAFETY: an Isa of this kind exists only where the processor has its features.
+                #[cfg(target_arch = "x86_64")]
+                $crate::isa::Kind::Avx512Bf16 => unsafe { avx512_bf16($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                $crate::isa::Kind::Avx512 => unsafe { avx512($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                $crate::isa::Kind::Avx2 => unsafe { avx2($($arg),*) },
+                // SAFETY: the caller's duty.
+                $crate::isa::Kind::Portable => unsafe { $kernel::<$crate::simd::Portable>($($arg),*) },
+            }
+        }
+    };
+}
+pub(crate) use panel_kernel;

@@ -1,0 +1,21 @@
+//! Products with packed weights: y = x · wᵀ over panels of sixteen columns.
+//!
+//! Rows of x are rounded or quantised and packed into tiles of a few rows, then every tile meets every panel: a
+//! register tile holds the sums of all its rows by sixteen columns over the whole of k.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod dot;
+mod pack;
+mod plan;
+mod portable;
+mod product;
+mod tile;
+
+pub use pack::quantize_rows;
+pub(crate) use pack::{quantize_row, round_small_bf16};
+pub use product::{
+    grouped_product, grouped_product_gathered, per_head_product, product, product_accumulators,
+};

@@ -1,0 +1,121 @@
+//! How products are cut into tasks. Where they are cut changes no bits.
+
+use std::cell::RefCell;
+
+use super::tile::{Job, Part, Shape};
+use crate::weight::{Format, LINE, PANEL};
+use crate::{Isa, ThreadTeam};
+
+/// Tasks per thread of long products, so that threads end together.
+const TASKS_PER_THREAD: usize = 8;
+/// A task is worth at least this much, so that claiming it costs little.
+const TASK_NANOSECONDS: usize = 8_000;
+/// Packed bytes of a task's rows: they stay in the second-level cache while panels go by.
+const TASK_BYTES: usize = 384 << 10;
+/// Values of x that are packed in one task.
+const PACK_VALUES: usize = 1 << 13;
+/// With fewer values the calling thread packs them before the section begins: that is sooner done than a phase.
+pub(super) const SOLO_VALUES: usize = 1 << 13;
+
+/// Tasks of a call; the memory is kept for the thread's next call.
+#[derive(Debug, Default)]
+pub(super) struct Plan {
+    pub(super) parts: Vec<Part>,
+    /// Tiles to pack; panels mean nothing.
+    pub(super) packs: Vec<Part>,
+    /// A rough time of all on one core.
+    pub(super) nanoseconds: usize,
+}
+
+thread_local! {
+    static KEPT: RefCell<Plan> = RefCell::new(Plan::default());
+}
+
+/// Calls `body` with a plan of all jobs.
+pub(super) fn with_plan<'a, R>(
+    team: &ThreadTeam,
+    shape: Shape,
+    count: usize,
+    job: impl Fn(usize) -> Job<'a>,
+    body: impl FnOnce(&Plan) -> R,
+) -> R {
+    let mut plan = KEPT.take();
+    plan.parts.clear();
+    plan.packs.clear();
+    plan.nanoseconds = (0..count)
+        .map(|index| nanoseconds(team.isa(), &job(index)))
+        .sum();
+    let share = share(team, plan.nanoseconds);
+    for index in 0..count {
+        plan.add(team.isa(), shape, index, &job(index), share);
+    }
+    let result = body(&plan);
+    KEPT.set(plan);
+    result
+}
+
+/// The time a task should take.
+fn share(team: &ThreadTeam, total: usize) -> usize {
+    if team.threads() == 1 || !team.is_worth(total) {
+        return total.max(1);
+    }
+    let tasks = (total / TASK_NANOSECONDS).clamp(team.threads(), team.threads() * TASKS_PER_THREAD);
+    total / tasks + 1
+}
+
+impl Plan {
+    fn add(&mut self, isa: Isa, shape: Shape, index: usize, job: &Job<'_>, share: usize) {
+        if job.rows == 0 {
+            return;
+        }
+        let k = job.w.cols();
+        let panels = job.w.rows().div_ceil(PANEL);
+        let tiles = job.rows.div_ceil(shape.rows);
+        let tile_rows = job.rows.div_ceil(tiles);
+        let tile_bytes = tile_rows * k.div_ceil(shape.k) * shape.cell;
+        let blocks = (tiles * tile_bytes).div_ceil(TASK_BYTES).min(tiles);
+        for block in 0..blocks {
+            let range = (tiles * block / blocks, tiles * (block + 1) / blocks);
+            let time = nanoseconds(isa, job) * (range.1 - range.0) / tiles;
+            let cuts = time.div_ceil(share).clamp(1, panels);
+            for cut in 0..cuts {
+                self.parts.push(Part {
+                    job: index,
+                    tiles: range,
+                    panels: (even(panels, cuts, cut), even(panels, cuts, cut + 1)),
+                });
+            }
+        }
+        let step = (PACK_VALUES / (tile_rows * k)).max(1);
+        for tile in (0..tiles).step_by(step) {
+            self.packs.push(Part {
+                job: index,
+                tiles: (tile, tiles.min(tile + step)),
+                panels: (0, 0),
+            });
+        }
+    }
+}
+
+/// Where cut `cut` of `cuts` of panels begins: at an even panel, as panels are computed in pairs.
+fn even(panels: usize, cuts: usize, cut: usize) -> usize {
+    if cut == cuts {
+        return panels;
+    }
+    let start = panels * cut / cuts;
+    if panels >= cuts * 4 {
+        start & !1
+    } else {
+        start
+    }
+}
+
+/// A rough time on one core: arithmetic or ten bytes of weights per nanosecond, the slower counts.
+fn nanoseconds(isa: Isa, job: &Job<'_>) -> usize {
+    let format = job.w.format();
+    let per_line = if format == Format::Bf16 { 2 } else { 4 };
+    let lines = job.w.rows().div_ceil(PANEL) * job.w.cols().div_ceil(per_line);
+    let arithmetic = lines * job.rows / isa.lines_per_microsecond(format == Format::Bf16) * 1000
+        + lines * job.rows % isa.lines_per_microsecond(format == Format::Bf16);
+    arithmetic.max(lines * LINE / 10)
+}

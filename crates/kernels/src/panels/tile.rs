@@ -1,0 +1,310 @@
+//! Tiles of packed rows by panels, on one thread.
+
+use std::ops::Range;
+
+use super::dot::{Dot, Level, panel_kernel};
+use super::pack::{RowState, Value, pack_row};
+use crate::Activation;
+use crate::weight::{Form, Format, LINE, PANEL, Weight};
+
+/// The most rows of a tile of any kind and instruction set.
+const MAX_ROWS: usize = 12;
+
+/// A product with a packed weight in raw parts; strides in elements, from row to row.
+#[derive(Clone, Copy)]
+pub(crate) struct Job<'a> {
+    pub(crate) x: *const f32,
+    pub(crate) x_stride: usize,
+    /// Row i of the product is row `source[i]` of x; without it row i.
+    pub(crate) source: Option<&'a [u32]>,
+    pub(crate) rows: usize,
+    pub(crate) w: &'a Weight,
+    pub(crate) y: Output,
+    pub(crate) y_stride: usize,
+    /// Rows packed before those of this product.
+    pub(crate) first: usize,
+}
+
+/// Where results go.
+#[derive(Clone, Copy)]
+pub(crate) enum Output {
+    Values(*mut f32),
+    /// Integer sums as they are.
+    Sums(*mut i32),
+}
+
+// SAFETY: the pointers are only used by tasks, which read x and write disjoint parts of y; whoever builds a Job holds
+// the borrows of both for as long as tasks run.
+unsafe impl Sync for Job<'_> {}
+
+/// Some tiles of a product by some of its panels.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Part {
+    pub(crate) job: usize,
+    pub(crate) tiles: (usize, usize),
+    pub(crate) panels: (usize, usize),
+}
+
+/// Packed rows of all products of a call.
+#[derive(Clone, Copy)]
+pub(crate) struct Packed {
+    pub(crate) cells: *mut u8,
+    pub(crate) states: *mut RowState,
+}
+
+// SAFETY: tasks of the first phase write disjoint rows; those of the second only read.
+unsafe impl Sync for Packed {}
+
+/// Sizes that differ by kind and instruction set.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Shape {
+    /// Most rows of a tile.
+    pub(crate) rows: usize,
+    /// Bytes of a cell.
+    pub(crate) cell: usize,
+    /// Values of k per line.
+    pub(crate) k: usize,
+}
+
+panel_kernel! {
+    /// The sizes of a kind of weights.
+    pub(crate) fn run_shape = shape(format: Format, out: &mut Shape)
+}
+panel_kernel! {
+    /// Packs the rows of some tiles of a product.
+    pub(crate) fn run_pack = pack_tiles(job: &Job<'_>, tiles: Range<usize>, packed: Packed)
+}
+panel_kernel! {
+    /// Computes a part of a product from packed rows.
+    pub(crate) fn run_part = compute_part(job: &Job<'_>, part: &Part, packed: Packed)
+}
+
+/// # Safety
+/// None beyond the instruction set.
+#[inline(always)]
+unsafe fn shape<L: Level>(format: Format, out: &mut Shape) {
+    *out = match format {
+        Format::Int8(_) => shape_of::<L::Int8>(),
+        Format::Bf16 => shape_of::<L::Bf16>(),
+        Format::Plain(_) => shape_of::<L::F32>(),
+    };
+}
+
+#[inline(always)]
+fn shape_of<D: Dot>() -> Shape {
+    Shape {
+        rows: D::ROWS.min(MAX_ROWS),
+        cell: size_of::<D::Cell>(),
+        k: D::K,
+    }
+}
+
+/// Rows of a tile when a product's rows are dealt out evenly.
+#[inline(always)]
+pub(crate) fn tile_rows(rows: usize, tiles: usize, tile: usize) -> Range<usize> {
+    rows * tile / tiles..rows * (tile + 1) / tiles
+}
+
+/// # Safety
+/// The job's pointers are valid for its shape, `packed` has room for its rows, and no other thread packs these tiles.
+#[inline(always)]
+unsafe fn pack_tiles<L: Level>(job: &Job<'_>, tiles: Range<usize>, packed: Packed) {
+    // SAFETY: the caller's duty.
+    unsafe {
+        match job.w.format() {
+            Format::Int8(activation) => pack_of::<L::Int8>(job, activation, tiles, packed),
+            _ => pack_of::<L::Bf16>(job, Activation::PerToken, tiles, packed),
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn pack_of<D: Dot>(
+    job: &Job<'_>,
+    activation: Activation,
+    tiles: Range<usize>,
+    packed: Packed,
+) where
+    D::Value: Value,
+{
+    let k = job.w.cols();
+    let lines = k.div_ceil(D::K);
+    let count = job.rows.div_ceil(D::ROWS.min(MAX_ROWS));
+    for tile in tiles {
+        let rows = tile_rows(job.rows, count, tile);
+        // SAFETY: the caller's duty; a tile's cells lie behind those of all rows before it.
+        unsafe {
+            let cells = packed
+                .cells
+                .cast::<D::Cell>()
+                .add((job.first + rows.start) * lines);
+            for (place, row) in rows.clone().enumerate() {
+                let source = match job.source {
+                    Some(source) => source[row] as usize,
+                    None => row,
+                };
+                let x = job.x.add(source * job.x_stride);
+                let state = pack_row::<D>(activation, x, k, cells.add(place), rows.len());
+                packed.states.add(job.first + row).write(state);
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As for [`pack_tiles`], with all rows of the job packed, and no other thread writes the part's results.
+#[inline(always)]
+unsafe fn compute_part<L: Level>(job: &Job<'_>, part: &Part, packed: Packed) {
+    // SAFETY: the caller's duty.
+    unsafe {
+        match job.w.format() {
+            Format::Int8(_) => part_of::<L::Int8, true>(job, part, packed),
+            _ => part_of::<L::Bf16, false>(job, part, packed),
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn part_of<D: Dot, const INTEGER: bool>(job: &Job<'_>, part: &Part, packed: Packed) {
+    let Form::Panels(panels) = job.w.form() else {
+        return;
+    };
+    let lines = job.w.cols().div_ceil(D::K);
+    let count = job.rows.div_ceil(D::ROWS.min(MAX_ROWS));
+    let bytes = panels.bytes().as_ptr();
+    let finish = Finish::new(job, bytes, lines);
+    let mut sums = [[0u32; PANEL]; MAX_ROWS * 2];
+    let mut panel = part.panels.0;
+    while panel < part.panels.1 {
+        // One panel at a time while the stream of weights is the limit, so that it stays one stream.
+        let two = job.rows > MAX_ROWS && panel + 1 < part.panels.1;
+        for tile in part.tiles.0..part.tiles.1 {
+            let rows = tile_rows(job.rows, count, tile);
+            // SAFETY: the caller's duty; a panel has `lines` lines.
+            unsafe {
+                let cells = packed
+                    .cells
+                    .cast::<D::Cell>()
+                    .add((job.first + rows.start) * lines);
+                let line = bytes.add(panel * lines * LINE);
+                if two {
+                    let pair = [line, line.add(lines * LINE)];
+                    any_rows::<D, 2>(rows.len(), cells, pair, lines, sums.as_mut_ptr());
+                } else {
+                    any_rows::<D, 1>(rows.len(), cells, [line], lines, sums.as_mut_ptr());
+                }
+                let wide = 1 + usize::from(two);
+                for (place, row) in rows.enumerate() {
+                    let state = packed.states.add(job.first + row).read();
+                    for side in 0..wide {
+                        let sums = &sums[place * wide + side];
+                        finish.put::<INTEGER>(row, panel + side, state, sums);
+                    }
+                }
+            }
+        }
+        panel += 1 + usize::from(two);
+    }
+}
+
+#[inline(always)]
+pub(crate) unsafe fn any_rows<D: Dot, const C: usize>(
+    rows: usize,
+    cells: *const D::Cell,
+    lines: [*const u8; C],
+    count: usize,
+    sums: *mut [u32; PANEL],
+) {
+    // A tile never has more than ROWS rows; the comparison keeps larger ones from being compiled.
+    macro_rules! tile_of {
+        ($($rows:literal)*) => {
+            match rows {
+                $($rows if $rows <= D::ROWS => {
+                    // SAFETY: the caller's duty.
+                    unsafe { D::tile::<$rows, C>(cells, lines, count, sums) }
+                })*
+                _ => {}
+            }
+        };
+    }
+    tile_of!(1 2 3 4 5 6 7 8 9 10 11 12);
+}
+
+/// What happens to sums on their way to y.
+struct Finish<'a> {
+    y: Output,
+    y_stride: usize,
+    n: usize,
+    scales: *const u8,
+    addends: *const u8,
+    bias: Option<&'a [f32]>,
+}
+
+impl<'a> Finish<'a> {
+    #[inline(always)]
+    fn new(job: &Job<'a>, bytes: *const u8, lines: usize) -> Self {
+        let columns = job.w.rows().next_multiple_of(PANEL);
+        let scales = bytes.wrapping_add(columns / PANEL * lines * LINE);
+        Self {
+            y: job.y,
+            y_stride: job.y_stride,
+            n: job.w.rows(),
+            scales,
+            addends: scales.wrapping_add(columns * 4),
+            bias: job.w.bias(),
+        }
+    }
+
+    /// # Safety
+    /// Row and panel exist, and y has the row.
+    #[inline(always)]
+    unsafe fn put<const INTEGER: bool>(
+        &self,
+        row: usize,
+        panel: usize,
+        state: RowState,
+        sums: &[u32; PANEL],
+    ) {
+        let column = panel * PANEL;
+        let count = PANEL.min(self.n - column);
+        // SAFETY: the caller's duty; int8 bytes have scales and addends for whole panels.
+        unsafe {
+            let exact = sums.map(|sum| (sum as i32).wrapping_sub(state.excess));
+            let y = match self.y {
+                Output::Values(y) => y.add(row * self.y_stride + column),
+                Output::Sums(y) => {
+                    let y = y.add(row * self.y_stride + column);
+                    y.copy_from_nonoverlapping(exact.as_ptr(), count);
+                    return;
+                }
+            };
+            let mut values = if INTEGER {
+                let scales = self
+                    .scales
+                    .cast::<[f32; PANEL]>()
+                    .add(panel)
+                    .read_unaligned();
+                let addends = self
+                    .addends
+                    .cast::<[i32; PANEL]>()
+                    .add(panel)
+                    .read_unaligned();
+                std::array::from_fn(|i| {
+                    exact[i].wrapping_add(addends[i]) as f32 * (state.scale * scales[i])
+                })
+            } else {
+                sums.map(f32::from_bits)
+            };
+            if let Some(bias) = self.bias {
+                for (value, bias) in values.iter_mut().zip(&bias[column..]) {
+                    *value += bias;
+                }
+            }
+            if count == PANEL {
+                y.cast::<[f32; PANEL]>().write_unaligned(values);
+            } else {
+                y.copy_from_nonoverlapping(values.as_ptr(), count);
+            }
+        }
+    }
+}
