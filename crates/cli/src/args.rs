@@ -1,7 +1,7 @@
 //! What can be typed.
 
 use crate::exit;
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use std::path::PathBuf;
 use twinfer_config::{FakeConfig, GenerateConfig, LogFormat, RouterConfig, ServeConfig};
 
@@ -17,6 +17,21 @@ use twinfer_config::{FakeConfig, GenerateConfig, LogFormat, RouterConfig, ServeC
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
+}
+
+/// The command line. A negative number behind a flag is its value, so that the flag can say what is
+/// allowed.
+pub(crate) fn command() -> clap::Command {
+    Cli::command().mut_subcommands(|command| {
+        command.mut_args(|arg| {
+            let takes_value = arg.get_action().takes_values() && !arg.is_positional();
+            if takes_value {
+                arg.allow_negative_numbers(true)
+            } else {
+                arg
+            }
+        })
+    })
 }
 
 /// A command.

@@ -8,7 +8,7 @@ mod logging;
 mod output;
 mod progress;
 
-use clap::Parser;
+use clap::FromArgMatches;
 use clap::error::ErrorKind;
 use std::process::ExitCode;
 
@@ -21,9 +21,14 @@ fn main() -> ExitCode {
     if let Err(failure) = commands::follow_supervisor() {
         return failure.report();
     }
-    exit::guarded(|| match args::Cli::try_parse() {
-        Ok(cli) => commands::run(cli),
-        Err(error) => usage(&error),
+    exit::guarded(|| {
+        match args::command()
+            .try_get_matches()
+            .and_then(|matches| args::Cli::from_arg_matches(&matches))
+        {
+            Ok(cli) => commands::run(cli),
+            Err(error) => usage(&error),
+        }
     })
 }
 

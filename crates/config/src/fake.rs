@@ -1,4 +1,5 @@
 use crate::LogFormat;
+use crate::flag::seconds;
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -114,11 +115,11 @@ pub struct FakeConfig {
     pub kv_tp_size: u32,
 
     /// Seconds to the first token, or to the answer of a prefill worker.
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, default_value_t = 0.0, value_parser = seconds)]
     pub ttft: f64,
 
     /// Seconds between tokens.
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, default_value_t = 0.0, value_parser = seconds)]
     pub token_time: f64,
 
     /// Tokens of an answer, unless the request's limit is lower.

@@ -1,3 +1,4 @@
+use crate::flag::whole;
 use crate::{Dtype, LogFormat};
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
@@ -58,7 +59,7 @@ pub struct GenerateConfig {
     pub top_k: u32,
 
     /// Seed of the random numbers.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = whole)]
     pub seed: u64,
 
     /// Do not stop at the end of the sequence.

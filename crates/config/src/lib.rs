@@ -2,15 +2,17 @@
 //! description and reference entry; its `clap` attributes are its flag.
 #![forbid(unsafe_code)]
 
-mod cpus;
+mod cores;
 mod fake;
+mod flag;
 mod generate;
 pub mod model;
 mod router;
 mod serve;
 
-pub use cpus::parse_cpus;
+pub use cores::CoreSet;
 pub use fake::{Dialect, FakeConfig, FakeFault, FaultKind};
+pub use flag::FlagError;
 pub use generate::{GenerateConfig, LineFormat};
 pub use model::{ModelConfig, ModelConfigError};
 pub use router::{Policy, RouterConfig, WithoutPrefill};

@@ -1,4 +1,5 @@
 use crate::LogFormat;
+use crate::flag::whole;
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -111,7 +112,7 @@ pub struct RouterConfig {
     pub max_inflight: u32,
 
     /// Largest request body, in bytes.
-    #[arg(long, default_value_t = 32 << 20)]
+    #[arg(long, default_value_t = 32 << 20, value_parser = whole)]
     pub max_body_bytes: u64,
 
     /// Seconds after SIGTERM in which arriving requests are still served.

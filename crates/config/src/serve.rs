@@ -1,3 +1,4 @@
+use crate::flag::whole;
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -152,11 +153,11 @@ pub struct ServeConfig {
     pub isa: Option<String>,
 
     /// Seed of requests that bring none.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = whole)]
     pub seed: u64,
 
     /// Largest request body, in bytes.
-    #[arg(long, default_value_t = 32 << 20)]
+    #[arg(long, default_value_t = 32 << 20, value_parser = whole)]
     pub max_body_bytes: u64,
 
     /// Seconds after SIGTERM in which arriving requests are still served, so that load balancers can

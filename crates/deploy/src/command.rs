@@ -12,7 +12,7 @@ use clap::{Args, FromArgMatches};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
-use twinfer_config::{KvLoadFailurePolicy, RouterConfig, ServeConfig};
+use twinfer_config::{FlagError, KvLoadFailurePolicy, RouterConfig, ServeConfig};
 use twinfer_protocol::Role;
 
 /// Name of the program in plans.
@@ -72,9 +72,9 @@ pub(crate) fn serve(
         let matches = verify(command, &line.words[2..], &prefix, at, found);
         let config = matches.and_then(|matches| ServeConfig::from_arg_matches(&matches).ok());
         if let (Some(config), Some(check)) = (config, checks.serve)
-            && let Err(reason) = check(&config)
+            && let Err(error) = check(&config)
         {
-            found.push(refused(&reason, &prefix, at));
+            found.push(refused(error, &prefix, at));
         }
     }
     line.words
@@ -98,6 +98,10 @@ pub(crate) fn router(
     }
     let mut flags = spec.flags.clone();
     absolute(deployment, &mut flags, &["api-key-file", "peer-key-file"]);
+    // Instances end with the router: nobody would send requests elsewhere meanwhile.
+    flags
+        .entry("drain-settle".to_owned())
+        .or_insert_with(|| 0.into());
     line.flags(&flags);
     let command = RouterConfig::augment_args(clap::Command::new("router").no_binary_name(true));
     verify(
@@ -218,15 +222,10 @@ fn verify(
     None
 }
 
-/// What the process itself would refuse: `FLAG is VALUE; what is allowed`.
-fn refused(reason: &str, prefix: &str, at: impl Fn(&str) -> Diagnostic) -> Diagnostic {
-    let flag = reason.split(' ').next().unwrap_or_default();
-    let mut diagnostic = at(flag);
-    let (message, help) = match reason.split_once("; ") {
-        Some((message, help)) => (message, Some(help.to_owned())),
-        None => (reason, None),
-    };
-    diagnostic.message = format!("{prefix}.{message}");
-    diagnostic.help = help;
+/// What the process itself would refuse.
+fn refused(error: FlagError, prefix: &str, at: impl Fn(&str) -> Diagnostic) -> Diagnostic {
+    let mut diagnostic = at(error.flag);
+    diagnostic.message = format!("{prefix}.{} is {}", error.flag, error.value);
+    diagnostic.help = Some(error.allowed);
     diagnostic
 }

@@ -2,7 +2,7 @@
 
 use crate::facts::is_local;
 use crate::logs::{LogStyle, Logs};
-use crate::plan::{Plan, PlannedVariable, address};
+use crate::plan::{Plan, PlannedVariable};
 use crate::ready;
 use crate::supervise::{Action, Cause, Ended, Event, Exit, Limits, Supervisor};
 use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -17,6 +17,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until, timeout};
 use twinfer_config::{RouterConfig, ServeConfig};
+use twinfer_http::HostPort;
 use twinfer_protocol::{PEER_KEY_ENV, PEER_KEY_ENV_COMPAT};
 
 /// Environment variable by which a child learns the process id of the one that started it, so that it
@@ -40,19 +41,30 @@ pub struct UpOptions {
 #[derive(Debug, thiserror::Error)]
 pub enum UpError {
     /// Found before anything was started: ports in use or not to be had.
-    #[error("{0}")]
-    Ports(String),
+    #[error("{}", .0.iter().map(|p| p.message.as_str()).collect::<Vec<_>>().join("\n"))]
+    Ports(Vec<PortProblem>),
     /// Found before anything was started: something that cannot run here.
     #[error("{0}")]
     Place(String),
     /// A process failed.
     #[error("{message}")]
     Failed {
-        /// What happened, with the last log lines of the process.
+        /// What happened, in one line.
         message: String,
+        /// The last log lines of the processes that failed; empty if there are none.
+        log: String,
         /// Exit code of the process that failed first, if it ended with one by itself.
         code: Option<i32>,
     },
+}
+
+/// A port that cannot be listened on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PortProblem {
+    /// Which one, what for, and why not.
+    pub message: String,
+    /// Key of the deployment file that sets it.
+    pub key: &'static str,
 }
 
 /// Log lines of a failed process that a message repeats.
@@ -295,6 +307,7 @@ impl Run<'_> {
         };
         let mut code = None;
         let mut message = String::new();
+        let mut log = String::new();
         match &ended.failure {
             None => {}
             Some(Cause::StartFailed(child, why)) => {
@@ -324,21 +337,24 @@ impl Run<'_> {
                     name(*child),
                     exit_text(*exit)
                 );
-                message.push_str(&self.logs.last_lines(*child));
+                log.push_str(&self.logs.last_lines(*child));
             }
             Some(Cause::NotReady(children)) => {
                 let seconds = self.options.ready_timeout.as_secs_f64();
+                let late: Vec<String> = children
+                    .iter()
+                    .map(|&child| match self.waiting[child].as_str() {
+                        "" => name(child),
+                        why => format!("{} ({why})", name(child)),
+                    })
+                    .collect();
                 let _ = write!(
                     message,
                     "not ready within {seconds} s: {}; all were stopped",
-                    list(children)
+                    late.join(", ")
                 );
                 for &child in children {
-                    let why = &self.waiting[child];
-                    if !why.is_empty() {
-                        let _ = write!(message, "\n  {}: {why}", name(child));
-                    }
-                    message.push_str(&self.logs.last_lines(child));
+                    log.push_str(&self.logs.last_lines(child));
                 }
             }
             Some(Cause::BadDrain(child, exit)) => {
@@ -348,15 +364,8 @@ impl Run<'_> {
                     name(*child),
                     exit_text(*exit)
                 );
-                message.push_str(&self.logs.last_lines(*child));
+                log.push_str(&self.logs.last_lines(*child));
             }
-        }
-        if !ended.left.is_empty() {
-            let _ = write!(
-                message,
-                "\nstill running although killed: {}",
-                list(&ended.left)
-            );
         }
         if ended.failure.is_none() && !ended.killed.is_empty() {
             let _ = write!(
@@ -365,11 +374,18 @@ impl Run<'_> {
                 list(&ended.killed)
             );
         }
+        if !ended.left.is_empty() {
+            let _ = write!(
+                message,
+                "; still running although killed: {}",
+                list(&ended.left)
+            );
+        }
         self.logs.flush().await;
         if message.is_empty() {
             Ok(())
         } else {
-            Err(UpError::Failed { message, code })
+            Err(UpError::Failed { message, log, code })
         }
     }
 }
@@ -381,7 +397,7 @@ pub fn reachable_router_url(plan: &Plan) -> String {
         "::" | "[::]" => "::1",
         host => host,
     };
-    format!("http://{}", address(host, plan.router.port))
+    format!("http://{}", HostPort::display(host, plan.router.port))
 }
 
 /// A key for one start.
@@ -455,19 +471,27 @@ fn check_place(plan: &Plan) -> Result<(), UpError> {
 fn check_ports(plan: &Plan) -> Result<(), UpError> {
     let mut problems = Vec::new();
     let mut held = Vec::new();
-    for (_, host, port, what) in plan.ports() {
-        match TcpListener::bind((host, port)) {
-            Ok(listener) => held.push(listener),
-            Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {
-                problems.push(format!("port {port} on {host} ({what}) is in use"));
+    for port in plan.ports() {
+        let reason = match TcpListener::bind((port.host, port.number)) {
+            Ok(listener) => {
+                held.push(listener);
+                continue;
             }
-            Err(error) => problems.push(format!("port {port} on {host} ({what}): {error}")),
-        }
+            Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => " is in use".to_owned(),
+            Err(error) => format!(": {error}"),
+        };
+        problems.push(PortProblem {
+            message: format!(
+                "port {} on {} ({}){reason}",
+                port.number, port.host, port.what
+            ),
+            key: port.key,
+        });
     }
     if problems.is_empty() {
         Ok(())
     } else {
-        Err(UpError::Ports(problems.join("\n")))
+        Err(UpError::Ports(problems))
     }
 }
 

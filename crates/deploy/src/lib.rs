@@ -22,13 +22,17 @@ pub use diagnostic::{Diagnostic, Diagnostics, Place};
 pub use example::{example, schema};
 pub use facts::local_facts;
 pub use file::{
-    Connector, CoreSet, DeploymentFile, Engine, HandoffSpec, InstanceSpec, ModelSpec, NodeSpec,
-    OneOrList, RouterSpec,
+    Connector, DeploymentFile, Engine, HandoffSpec, InstanceSpec, ModelSpec, NodeSpec, OneOrList,
+    RouterSpec,
 };
-pub use launch::{SUPERVISOR_ENV, UpError, UpOptions, random_key, reachable_router_url, up};
+pub use launch::{
+    PortProblem, SUPERVISOR_ENV, UpError, UpOptions, random_key, reachable_router_url, up,
+};
 pub use load::{Deployment, LoadError};
 pub use logs::LogStyle;
 pub use plan::{
-    Checks, Facts, Plan, PlannedInstance, PlannedRouter, PlannedVariable, ServeCheck, shell_line,
+    Checks, Facts, Plan, PlannedInstance, PlannedPort, PlannedRouter, PlannedVariable, ServeCheck,
+    shell_line,
 };
 pub use resolve::resolve;
+pub use twinfer_config::CoreSet;

@@ -103,17 +103,18 @@ impl Logs {
         &self.children[child].name
     }
 
-    /// The last lines of a child, indented, each after a line break.
+    /// The last lines of a child, indented, each before a line break.
     pub(crate) fn last_lines(&self, child: usize) -> String {
         let log = &self.children[child];
         let last = log.last.lock();
         if last.is_empty() {
             return String::new();
         }
-        let mut text = format!("\nlast lines of {}:", log.name);
+        let mut text = format!("last lines of {}:\n", log.name);
         for line in last.iter() {
-            text.push_str("\n  ");
+            text.push_str("  ");
             text.push_str(line);
+            text.push('\n');
         }
         text
     }
@@ -259,7 +260,7 @@ mod tests {
         for line in ["1", "2", "3"] {
             logs.children[0].take(line, LogStyle::Quiet, &logs.sink);
         }
-        assert_eq!(logs.last_lines(0), "\nlast lines of p:\n  2\n  3");
+        assert_eq!(logs.last_lines(0), "last lines of p:\n  2\n  3\n");
     }
 
     /// Writes nothing until it is let go.

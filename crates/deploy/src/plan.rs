@@ -5,6 +5,8 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};
 use std::path::PathBuf;
+use twinfer_config::{FlagError, ServeConfig};
+use twinfer_http::HostPort;
 use twinfer_protocol::Role;
 
 /// What `resolve` must know of the machines.
@@ -17,16 +19,15 @@ pub struct Facts {
     pub model_problem: Option<String>,
 }
 
-/// What the processes themselves would refuse, known before they are started. Messages begin with the
-/// name of the flag.
+/// What the processes themselves would refuse, known before they are started.
 #[derive(Clone, Copy, Default)]
 pub struct Checks<'a> {
     /// Checks the configuration of an instance.
     pub serve: Option<&'a ServeCheck>,
 }
 
-/// Checks the configuration of an instance; the message begins with the name of the flag.
-pub type ServeCheck = dyn Fn(&twinfer_config::ServeConfig) -> Result<(), String>;
+/// Checks the configuration of an instance.
+pub type ServeCheck = dyn Fn(&ServeConfig) -> Result<(), FlagError>;
 
 /// The whole plan.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -92,57 +93,58 @@ pub struct PlannedVariable {
     pub source: &'static str,
 }
 
+/// A port that a plan listens on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlannedPort<'p> {
+    /// Address.
+    pub host: &'p str,
+    /// Number.
+    pub number: u16,
+    /// What for.
+    pub what: String,
+    /// Key of the deployment file that sets it.
+    pub key: &'static str,
+}
+
 impl PlannedInstance {
     /// `http://host:port`.
     pub fn url(&self) -> String {
-        format!("http://{}", address(&self.host, self.port))
+        format!("http://{}", HostPort::display(&self.host, self.port))
     }
 }
 
 impl PlannedRouter {
     /// `http://host:port`.
     pub fn url(&self) -> String {
-        format!("http://{}", address(&self.host, self.port))
+        format!("http://{}", HostPort::display(&self.host, self.port))
     }
 }
 
 impl Plan {
-    /// Every port that the plan listens on: node, address, number, and what for.
-    pub fn ports(&self) -> Vec<(&str, &str, u16, String)> {
+    /// Every port that the plan listens on.
+    pub fn ports(&self) -> Vec<PlannedPort<'_>> {
         let mut ports = Vec::new();
         for instance in &self.instances {
-            let (node, host) = (instance.node.as_str(), instance.host.as_str());
-            ports.push((
-                node,
-                host,
-                instance.port,
-                format!("instance {}, HTTP", instance.name),
-            ));
-            ports.extend(instance.kv_port.map(|port| {
-                (
-                    node,
-                    host,
-                    port,
-                    format!("instance {}, KV handoff", instance.name),
-                )
-            }));
+            let mut add = |number, what, key| {
+                ports.push(PlannedPort {
+                    host: &instance.host,
+                    number,
+                    what: format!("instance {}, {what}", instance.name),
+                    key,
+                });
+            };
+            add(instance.port, "HTTP", "port");
+            if let Some(port) = instance.kv_port {
+                add(port, "KV handoff", "kv-port");
+            }
         }
-        ports.push((
-            &self.router.node,
-            &self.router.host,
-            self.router.port,
-            "router, HTTP".to_owned(),
-        ));
+        ports.push(PlannedPort {
+            host: &self.router.host,
+            number: self.router.port,
+            what: "router, HTTP".to_owned(),
+            key: "router: port",
+        });
         ports
-    }
-}
-
-/// `host:port`, with brackets around an IPv6 address.
-pub(crate) fn address(host: &str, port: u16) -> String {
-    if host.contains(':') && !host.starts_with('[') {
-        format!("[{host}]:{port}")
-    } else {
-        format!("{host}:{port}")
     }
 }
 
@@ -161,9 +163,13 @@ impl fmt::Display for Plan {
             writeln!(f, "  role     {}", instance.role)?;
             writeln!(f, "  node     {}", instance.node)?;
             writeln!(f, "  cores    {}", crate::CoreSet::text(&instance.cores))?;
-            writeln!(f, "  http     {}", address(&instance.host, instance.port))?;
+            writeln!(
+                f,
+                "  http     {}",
+                HostPort::display(&instance.host, instance.port)
+            )?;
             if let Some(port) = instance.kv_port {
-                writeln!(f, "  kv       {}", address(&instance.host, port))?;
+                writeln!(f, "  kv       {}", HostPort::display(&instance.host, port))?;
             }
             process(f, &instance.environment, &instance.command)?;
         }
@@ -172,7 +178,7 @@ impl fmt::Display for Plan {
         writeln!(
             f,
             "  http     {}",
-            address(&self.router.host, self.router.port)
+            HostPort::display(&self.router.host, self.router.port)
         )?;
         process(f, &self.router.environment, &self.router.command)?;
         for warning in &self.warnings {

@@ -5,11 +5,12 @@ use crate::cores::{self, Ask};
 use crate::diagnostic::{Diagnostic, Diagnostics};
 use crate::file::{InstanceSpec, NodeSpec, OneOrList};
 use crate::load::Deployment;
-use crate::plan::{Checks, Facts, Plan, PlannedInstance, PlannedRouter, PlannedVariable, address};
+use crate::plan::{Checks, Facts, Plan, PlannedInstance, PlannedRouter, PlannedVariable};
 use crate::source::{Step, steps};
 use crate::{command, ports};
 use std::collections::BTreeMap;
 use std::num::NonZeroU16;
+use twinfer_http::HostPort;
 use twinfer_protocol::{API_KEY_ENV, PEER_KEY_ENV, Role};
 
 /// One instance on its way into the plan.
@@ -68,7 +69,11 @@ pub fn resolve(
     let served_model_name = served_name(deployment);
     let pd_peers: Vec<String> = drafts
         .iter()
-        .filter_map(|draft| draft.kv_port.map(|port| address(&draft.node.host, port)))
+        .filter_map(|draft| {
+            draft
+                .kv_port
+                .map(|port| HostPort::display(&draft.node.host, port))
+        })
         .collect();
     let model = deployment.model_path();
     let instances: Vec<PlannedInstance> = drafts

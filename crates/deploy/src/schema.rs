@@ -3,8 +3,8 @@
 //! our schemas use: type, enum, const, oneOf, anyOf, properties, required, additionalProperties,
 //! items, minItems, minimum, maximum and integer formats.
 
+use crate::CoreSet;
 use crate::diagnostic::Diagnostic;
-use crate::file::CoreSet;
 use crate::source::{Entry, Node, Value, canonical};
 use serde_json::{Map, Value as Json};
 use std::fmt::Write;

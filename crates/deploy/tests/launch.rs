@@ -156,9 +156,9 @@ impl Case {
                 );
             }
         }
-        for (_, host, port, what) in self.plan.ports() {
-            TcpListener::bind((host, port))
-                .unwrap_or_else(|error| panic!("port {port} ({what}): {error}"));
+        for port in self.plan.ports() {
+            TcpListener::bind((port.host, port.number))
+                .unwrap_or_else(|error| panic!("{port:?}: {error}"));
         }
     }
 }
@@ -179,7 +179,7 @@ fn a_death_at_start_is_told_with_its_last_words() {
     let start = Instant::now();
     let error = case.up(&Case::options(), stop_once).unwrap_err();
     assert!(start.elapsed() < Duration::from_secs(10));
-    let UpError::Failed { message, code } = error else {
+    let UpError::Failed { message, log, code } = error else {
         panic!("{error:?}")
     };
     assert_eq!(code, Some(64));
@@ -188,8 +188,8 @@ fn a_death_at_start_is_told_with_its_last_words() {
         "{message}"
     );
     assert!(
-        message.contains("last lines of dies:\n  the shard is missing"),
-        "{message}"
+        log.contains("last lines of dies:\n  the shard is missing"),
+        "{log}"
     );
     case.nothing_is_left();
 }
@@ -237,8 +237,7 @@ fn one_that_is_never_ready_is_named_with_its_reason() {
     };
     let message = case.up(&options, stop_once).unwrap_err().to_string();
     assert!(
-        message
-            .starts_with("not ready within 1.5 s: never; all were stopped\n  never: still loading"),
+        message == "not ready within 1.5 s: never (still loading); all were stopped",
         "{message}"
     );
     case.nothing_is_left();

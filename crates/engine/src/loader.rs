@@ -177,11 +177,11 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
     let isa = check_options(options)?;
     let config = read_config(dir)?;
     let max_model_len = options.max_model_len.unwrap_or(config.context);
-    if max_model_len == 0 || max_model_len > config.context {
+    if max_model_len < 2 || max_model_len > config.context {
         return Err(ModelError::Option {
             field: "max-model-len",
             value: max_model_len.to_string(),
-            allowed: format!("1 to {}, the model's own limit", config.context),
+            allowed: format!("2 to {}, the model's own limit", config.context),
         });
     }
     let specs = config.tensors();

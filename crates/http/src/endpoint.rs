@@ -122,7 +122,7 @@ impl HostPort {
     }
 
     /// `host:port` for messages, IPv6 in brackets, without any check.
-    pub(crate) fn display(host: &str, port: u16) -> String {
+    pub fn display(host: &str, port: u16) -> String {
         match host.parse::<Ipv6Addr>() {
             Ok(v6) => format!("[{v6}]:{port}"),
             Err(_) => format!("{host}:{port}"),

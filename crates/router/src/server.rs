@@ -41,6 +41,7 @@ enum Route {
     Tokenize,
     Detokenize,
     Models,
+    Model,
     Health,
     Ready,
     Metrics,
@@ -48,12 +49,13 @@ enum Route {
 }
 
 impl Route {
-    const ALL: [Self; 9] = [
+    const ALL: [Self; 10] = [
         Self::Completions,
         Self::Chat,
         Self::Tokenize,
         Self::Detokenize,
         Self::Models,
+        Self::Model,
         Self::Health,
         Self::Ready,
         Self::Metrics,
@@ -67,12 +69,21 @@ impl Route {
             Self::Tokenize => "/tokenize",
             Self::Detokenize => "/detokenize",
             Self::Models => "/v1/models",
+            // With the model's name behind it, which may hold slashes.
+            Self::Model => "/v1/models/",
             Self::Health => "/health",
             Self::Ready => "/ready",
             Self::Metrics => "/metrics",
             // As the public proxies name it.
             Self::HealthCheck => "/healthcheck",
         }
+    }
+
+    fn of(path: &str) -> Option<Self> {
+        if path.starts_with(Self::Model.path()) {
+            return Some(Self::Model);
+        }
+        Self::ALL.into_iter().find(|route| route.path() == path)
     }
 
     const fn is_post(self) -> bool {
@@ -101,7 +112,7 @@ impl Server {
     /// Answers one request.
     pub(crate) async fn serve(self: Arc<Self>, request: Request<Incoming>) -> Response<RouterBody> {
         let path = request.uri().path();
-        let Some(route) = Route::ALL.into_iter().find(|route| route.path() == path) else {
+        let Some(route) = Route::of(path) else {
             let shown: String = path.chars().take(100).collect();
             let error = ApiError::new(
                 ErrorKind::NotFound,
@@ -153,7 +164,11 @@ impl Server {
                 text_response(METRICS_CONTENT_TYPE, self.shared.metrics.encode().into())
             }
             Route::HealthCheck => json_response(&self.counts()),
-            Route::Models => json_response(&self.models()),
+            Route::Models => {
+                let data: Vec<Value> = self.models().into_values().collect();
+                json_response(&json!({"object": "list", "data": data}))
+            }
+            Route::Model => json_response(&self.model_entry(request.uri().path())?),
             Route::Completions | Route::Chat | Route::Tokenize | Route::Detokenize => {
                 return self.forward(route, request).await;
             }
@@ -259,7 +274,7 @@ impl Server {
     }
 
     /// One entry per model, as decode has it, with the context that every instance of the model allows.
-    fn models(&self) -> Value {
+    fn models(&self) -> BTreeMap<String, Value> {
         let registry = &self.shared.registry;
         let mut entries: BTreeMap<String, (Value, Option<u64>)> = BTreeMap::new();
         let used = |instance: &&crate::registry::Instance| instance.problem().is_none();
@@ -282,16 +297,24 @@ impl Server {
                 }
             }
         }
-        let data: Vec<Value> = entries
-            .into_values()
-            .map(|(mut entry, max_model_len)| {
+        entries
+            .into_iter()
+            .map(|(id, (mut entry, max_model_len))| {
                 if let (Some(object), Some(limit)) = (entry.as_object_mut(), max_model_len) {
                     object.insert("max_model_len".to_owned(), limit.into());
                 }
-                entry
+                (id, entry)
             })
-            .collect();
-        json!({"object": "list", "data": data})
+            .collect()
+    }
+
+    /// The entry of the model that a path names, percent-encoded.
+    fn model_entry(&self, path: &str) -> Result<Value, ApiError> {
+        let encoded = path.strip_prefix(Route::Model.path()).unwrap_or_default();
+        let name = percent_decoded(encoded);
+        self.models()
+            .remove(&name)
+            .ok_or_else(|| self.shared.registry.unknown_model(&name))
     }
 
     fn refuse(&self, route: &'static str, error: &ApiError) -> Response<RouterBody> {
@@ -321,6 +344,28 @@ fn check_fields(route: Route, object: &JsonObject) -> Result<(), ApiError> {
         )),
         _ => Ok(()),
     }
+}
+
+/// A part of a path; what is no UTF-8 is replaced, and then the name of nothing.
+fn percent_decoded(text: &str) -> String {
+    let hex = |byte: u8| char::from(byte).to_digit(16);
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some((&first, behind)) = rest.split_first() {
+        rest = behind;
+        let code = match (first, behind) {
+            (b'%', &[high, low, ..]) => hex(high).zip(hex(low)),
+            _ => None,
+        };
+        match code.and_then(|(high, low)| u8::try_from(16 * high + low).ok()) {
+            Some(byte) => {
+                bytes.push(byte);
+                rest = &behind[2..];
+            }
+            None => bytes.push(first),
+        }
+    }
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 fn json_response(value: &Value) -> Response<RouterBody> {

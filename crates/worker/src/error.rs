@@ -4,6 +4,9 @@ use twinfer_protocol::ApiError;
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// A flag has a value that cannot be served.
+    #[error(transparent)]
+    Flag(#[from] twinfer_config::FlagError),
+    /// Flags that contradict each other, or an address that cannot be used.
     #[error("{0}")]
     Config(String),
     /// A key file or variable cannot be used.
@@ -48,7 +51,7 @@ impl ServeError {
     /// Class of the exit code.
     pub fn exit_class(&self) -> ExitClass {
         match self {
-            Self::Config(_) | Self::Key(_) | Self::Model(_) => ExitClass::Config,
+            Self::Flag(_) | Self::Config(_) | Self::Key(_) | Self::Model(_) => ExitClass::Config,
             Self::Bind { .. } => ExitClass::Unavailable,
             Self::System { .. } | Self::Engine(_) => ExitClass::Internal,
         }

@@ -3,7 +3,6 @@
 use crate::{LoadProgress, Model, SamplingDefaults, ServeError};
 use std::sync::Arc;
 use twinfer_config::ServeConfig;
-use twinfer_config::model::parse_bytes;
 use twinfer_engine::{KvMemory, LoadOptions, ModelError};
 use twinfer_text::{ChatTemplate, TemplateState, Tokenizer};
 
@@ -14,7 +13,7 @@ const KV_SHARE: f64 = 0.25;
 /// weights are read.
 ///
 /// # Errors
-/// [`ServeError::Model`] or [`ServeError::Config`], naming file or flag, value and what is allowed.
+/// [`ServeError::Model`] or [`ServeError::Flag`], naming file or flag, value and what is allowed.
 pub fn load_model(
     config: &ServeConfig,
     progress: &(dyn Fn(LoadProgress) + Sync),
@@ -67,7 +66,7 @@ pub fn load_model(
 /// What `config` means to the loader.
 ///
 /// # Errors
-/// [`ServeError::Config`] names the flag.
+/// [`ServeError::Flag`] names the flag.
 fn options(config: &ServeConfig) -> Result<LoadOptions<'static>, ServeError> {
     let cpus = crate::settings::cpus(config)?;
     let system = |source| ServeError::System {
@@ -80,10 +79,7 @@ fn options(config: &ServeConfig) -> Result<LoadOptions<'static>, ServeError> {
         (None, None) => twinfer_sys::available_cpus().map_err(system)?.len(),
     };
     let kv = match &config.kv_cache_memory {
-        Some(text) => KvMemory::Bytes(
-            parse_bytes(text)
-                .map_err(|e| ServeError::Config(format!("kv-cache-memory is {text:?}: {e}")))?,
-        ),
+        Some(text) => KvMemory::Bytes(crate::settings::kv_bytes(text)?),
         None => KvMemory::Share(KV_SHARE),
     };
     Ok(LoadOptions {

@@ -1,6 +1,8 @@
 use crate::ServeError;
+use std::fmt::Display;
 use std::time::Duration;
-use twinfer_config::{ServeConfig, parse_cpus};
+use twinfer_config::model::parse_bytes;
+use twinfer_config::{CoreSet, FlagError, ServeConfig};
 use twinfer_engine::EngineConfig;
 
 /// Longest settle and drain times.
@@ -19,14 +21,16 @@ pub(crate) struct Settings {
 /// Checks everything that needs neither the model nor a socket. [`crate::serve()`] does it too.
 ///
 /// # Errors
-/// [`ServeError::Config`] names the flag, the value and what is allowed.
+/// [`ServeError::Flag`] names the flag, the value and what is allowed.
 pub fn validate(config: &ServeConfig) -> Result<(), ServeError> {
     Settings::of(config).map(drop)
 }
 
 impl Settings {
     pub(crate) fn of(config: &ServeConfig) -> Result<Self, ServeError> {
-        let bad = |message: String| Err(ServeError::Config(message));
+        let bad = |flag, value: &dyn Display, allowed: String| {
+            Err(FlagError::new(flag, value, allowed).into())
+        };
         // Flag, value, least and most that is allowed.
         let bounds = [
             ("max-num-seqs", config.max_num_seqs.into(), 1, 1 << 16),
@@ -44,7 +48,7 @@ impl Settings {
         ];
         for (flag, value, least, most) in bounds {
             if !(least..=most).contains(&value) {
-                return bad(format!("{flag} is {value}; {least} to {most} are allowed"));
+                return bad(flag, &value, format!("{least} to {most} are allowed"));
             }
         }
         for (flag, value) in [
@@ -52,20 +56,23 @@ impl Settings {
             ("max-output-tokens", config.max_output_tokens),
         ] {
             if value == Some(0) {
-                return bad(format!("{flag} is 0; at least 1 is allowed"));
+                return bad(flag, &0, "at least 1 is allowed".to_owned());
             }
         }
-        if config.max_model_len.is_some_and(|length| length < 2) {
-            return bad("max-model-len is below 2; one token in, one out is the least".into());
+        if let Some(length @ ..2) = config.max_model_len {
+            let allowed = "at least 2 is allowed, one token in and one out";
+            return bad("max-model-len", &length, allowed.to_owned());
+        }
+        if let Some(text) = &config.kv_cache_memory {
+            kv_bytes(text)?;
         }
         cpus(config)?;
-        let seconds = |flag: &str, value: f64| {
+        let seconds = |flag, value: f64| {
             if (0.0..=MAX_SECONDS).contains(&value) {
                 return Ok(Duration::from_secs_f64(value));
             }
-            Err(ServeError::Config(format!(
-                "{flag} is {value}; 0 to {MAX_SECONDS} are allowed"
-            )))
+            let allowed = format!("0 to {MAX_SECONDS} are allowed");
+            Err(ServeError::from(FlagError::new(flag, value, allowed)))
         };
         let (settle, deadline) = (
             seconds("drain-settle", config.drain_settle)?,
@@ -90,9 +97,9 @@ impl Settings {
             if let Some(name) = name
                 && (name.is_empty() || name.len() > MAX_NAME || name.chars().any(char::is_control))
             {
-                return bad(format!(
-                    "{flag} is {name:?}; 1 to {MAX_NAME} bytes without control characters are allowed"
-                ));
+                let allowed =
+                    format!("1 to {MAX_NAME} bytes without control characters are allowed");
+                return bad(flag, &format!("{name:?}"), allowed);
             }
         }
         Ok(Self {
@@ -113,21 +120,44 @@ impl Settings {
     }
 }
 
+/// Bytes of `kv-cache-memory`; whether they suffice is the model's business.
+pub(crate) fn kv_bytes(text: &str) -> Result<u64, FlagError> {
+    parse_bytes(text).map_err(|_| {
+        let allowed =
+            "allowed: a number with B, KiB, MiB, GiB, TiB, KB, MB, GB or TB, such as 512MiB";
+        FlagError::new("kv-cache-memory", format!("{text:?}"), allowed)
+    })
+}
+
 /// Cores of `cpus`; every one must be permitted to this process.
 pub(crate) fn cpus(config: &ServeConfig) -> Result<Option<Vec<usize>>, ServeError> {
     let Some(text) = &config.cpus else {
         return Ok(None);
     };
-    let cpus = parse_cpus(text).map_err(ServeError::Config)?;
+    let refused = |allowed: String| FlagError::new("cpus", format!("{text:?}"), allowed);
+    let cpus: Vec<usize> = CoreSet::parse(text)
+        .map_err(refused)?
+        .0
+        .into_iter()
+        .map(|core| core as usize)
+        .collect();
     let source = |source| ServeError::System {
         what: "find out which cores are permitted",
         source,
     };
     let permitted = twinfer_sys::available_cpus().map_err(source)?;
     match cpus.iter().find(|cpu| !permitted.contains(cpu)) {
-        Some(cpu) => Err(ServeError::Config(format!(
-            "cpus has {cpu}, which this process may not use; permitted are {permitted:?}"
-        ))),
+        Some(cpu) => {
+            let permitted: Vec<u32> = permitted
+                .iter()
+                .filter_map(|&c| c.try_into().ok())
+                .collect();
+            Err(refused(format!(
+                "core {cpu} is not permitted to this process; allowed: {}",
+                CoreSet::text(&permitted)
+            ))
+            .into())
+        }
         None => Ok(Some(cpus)),
     }
 }

@@ -17,7 +17,7 @@ use std::pin::pin;
 use std::time::Duration;
 use tokio::sync::{oneshot, watch};
 use twinfer_deploy::{
-    Deployment, LogStyle, OneOrList, Plan, UpOptions, random_key, reachable_router_url,
+    Deployment, LogStyle, OneOrList, Plan, UpError, UpOptions, random_key, reachable_router_url,
 };
 use twinfer_protocol::{API_KEY_ENV, DECODE_HEADER, PREFILL_HEADER, Role};
 
@@ -119,7 +119,11 @@ async fn show(args: &DemoArgs, plan: &Plan) -> Outcome {
         }
     };
     match (asked, ended) {
-        (_, Err(error)) => Err(Failure::failed(error)),
+        (_, Err(error @ UpError::Ports(_))) => Err(Failure::failed(format!(
+            "{error}\n--port chooses others; it is {}",
+            args.port
+        ))),
+        (_, Err(error)) => Err(up::failed_with(Code::Failed, &error)),
         (Some(outcome), Ok(())) => outcome,
         (None, Ok(())) if args.once => {
             Err(Failure::failed("stopped before all questions were asked"))
@@ -250,7 +254,7 @@ mod tests {
 
     #[test]
     fn the_port_moves_all_four_ports() {
-        let ports: Vec<u16> = plan().ports().iter().map(|(_, _, port, _)| *port).collect();
+        let ports: Vec<u16> = plan().ports().iter().map(|port| port.number).collect();
         assert_eq!(ports, [21801, 21802, 21803, 21800]);
     }
 

@@ -6,7 +6,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 use tokio::sync::{oneshot, watch};
 use twinfer_config::LogFormat;
-use twinfer_deploy::{LogStyle, Plan, UpError, UpOptions, random_key, reachable_router_url, up};
+use twinfer_deploy::{
+    LogStyle, Plan, PortProblem, UpError, UpOptions, random_key, reachable_router_url, up,
+};
 use twinfer_protocol::PEER_KEY_ENV;
 
 pub(crate) fn run(args: &UpArgs) -> Outcome {
@@ -90,7 +92,23 @@ pub(crate) fn up_failure(error: &UpError) -> Failure {
         UpError::Failed { code: Some(69), .. } => Code::Unavailable,
         UpError::Failed { .. } => Code::Failed,
     };
-    Failure::new(code, error)
+    failed_with(code, error)
+}
+
+/// The reason comes last, after the log lines that tell more.
+pub(crate) fn failed_with(code: Code, error: &UpError) -> Failure {
+    match error {
+        UpError::Ports(ports) => {
+            let line = |port: &PortProblem| {
+                format!("{}; `{}` in the file changes it", port.message, port.key)
+            };
+            Failure::new(code, ports.iter().map(line).collect::<Vec<_>>().join("\n"))
+        }
+        UpError::Failed { log, .. } if !log.is_empty() => {
+            Failure::shown(code, format!("{log}twinfer: {error}"))
+        }
+        _ => Failure::new(code, error),
+    }
 }
 
 /// The public proxies' variable does not count here: it may well hold a key for somebody else's service, which

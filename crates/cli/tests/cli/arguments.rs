@@ -88,6 +88,44 @@ fn wrong_arguments_and_files_have_their_exit_codes_and_are_named() {
             "cannot be used with",
         ),
         (&["demo", "--once", "--model", "/nowhere"], 64, "/nowhere"),
+        (
+            &["serve", model, "--max-num-seqs", "-1"],
+            2,
+            "-1 is not in 0..=4294967295",
+        ),
+        (
+            &["serve", model, "--seed", "-1"],
+            2,
+            "allowed: whole numbers from 0",
+        ),
+        (
+            &["serve", model, "--drain-settle", "-1"],
+            64,
+            "drain-settle is -1; 0 to 86400",
+        ),
+        (
+            &["serve", model, "--max-model-len", "1"],
+            64,
+            "max-model-len is 1; at least 2",
+        ),
+        (
+            &[
+                "serve",
+                model,
+                "--port",
+                "21897",
+                "--max-model-len",
+                "999999",
+            ],
+            64,
+            "allowed: 2 to ",
+        ),
+        (
+            &["fake", "--token-time", "nan"],
+            2,
+            "seconds from 0 to 86400",
+        ),
+        (&["fake", "--ttft", "-1"], 2, "seconds from 0 to 86400"),
         (&["machine", "--threads", "0"], 2, "1 to 4096"),
         (&["machine", "--seconds", "nan"], 2, "--seconds"),
         (

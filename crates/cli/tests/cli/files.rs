@@ -30,6 +30,32 @@ fn the_printed_file_can_be_planned() {
     assert_eq!(roles, ["prefill", "decode"]);
 }
 
+/// What no instance could start with is refused at its line, with the least that is needed.
+#[test]
+fn kv_memory_below_one_block_is_refused_with_the_least() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("deploy.yaml");
+    let plan = |memory: &str| {
+        let model = model().display().to_string();
+        let text = format!(
+            "model: {{path: \"{model}\"}}\nnodes: [{{name: n, share-cores: true}}]\ninstances: [{{name: a, role: both, \
+             kv-cache-memory: {memory}}}]\n"
+        );
+        std::fs::write(&file, text).unwrap();
+        run(twinfer().arg("plan").arg(&file))
+    };
+    let refused = plan("1B");
+    assert_eq!(refused.status.code(), Some(64), "{refused:?}");
+    let text = stderr(&refused);
+    assert!(
+        text.contains("instances[0].kv-cache-memory is \"1B\""),
+        "{text}"
+    );
+    let least = text.split("at least ").nth(1).unwrap();
+    let least = least.split(' ').next().unwrap();
+    assert_eq!(plan(&format!("{least}B")).status.code(), Some(0), "{least}");
+}
+
 /// Mistakes of shape, of several values together and of single flags, each at its line.
 #[test]
 fn a_wrong_file_exits_64_and_shows_every_mistake_with_its_line() {

@@ -2,6 +2,7 @@ use super::*;
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 use std::path::Path;
+use twinfer_config::{FlagError, ServeConfig};
 
 fn facts(cores: u32) -> Facts {
     Facts {
@@ -303,8 +304,8 @@ fn a_missing_model_is_told_at_its_line() {
 fn what_an_instance_would_refuse_is_told_at_its_flag() {
     let text = pair(", max-num-seqs: 0", "", "");
     let deployment = Deployment::parse("deploy.yaml", &text, Path::new("/x")).unwrap();
-    let check = |config: &twinfer_config::ServeConfig| match config.max_num_seqs {
-        0 => Err("max-num-seqs is 0; 1 to 9 are allowed".to_owned()),
+    let check = |config: &ServeConfig| match config.max_num_seqs {
+        0 => Err(FlagError::new("max-num-seqs", 0, "1 to 9 are allowed")),
         _ => Ok(()),
     };
     let wrong = resolve(
@@ -321,6 +322,19 @@ fn what_an_instance_would_refuse_is_told_at_its_flag() {
         "{wrong}"
     );
     assert!(wrong.ends_with("\n  1 to 9 are allowed"), "{wrong}");
+}
+
+/// Ctrl-C ends everything: a router that still served those who come late would only take time.
+#[test]
+fn the_router_does_not_settle_unless_the_file_says_so() {
+    for (more, expected) in [("", "0"), (", drain-settle: 3", "3")] {
+        let text = pair("", "", &format!("router: {{port: 8000{more}}}\n"));
+        let deployment = Deployment::parse("deploy.yaml", &text, Path::new("/x")).unwrap();
+        let plan = resolve(&deployment, &facts(2), Checks::default()).unwrap();
+        let command = &plan.router.command;
+        let at = command.iter().position(|word| word == "--drain-settle");
+        assert_eq!(command[at.unwrap() + 1], expected);
+    }
 }
 
 fn group() -> impl Strategy<Value = (u32, u8, Option<u32>, Option<u16>, Option<u16>)> {
@@ -350,8 +364,8 @@ proptest! {
             Err(wrong) => prop_assert!(wrong.contains("deploy.yaml:"), "{}", wrong),
             Ok(plan) => {
                 let mut ports = BTreeSet::new();
-                for (_, _, port, what) in plan.ports() {
-                    prop_assert!(port != 0 && ports.insert(port), "port {} ({}) twice in\n{}", port, what, plan);
+                for port in plan.ports() {
+                    prop_assert!(port.number != 0 && ports.insert(port.number), "{:?} twice in\n{}", port, plan);
                 }
                 let mut seen = BTreeSet::new();
                 let mut names = BTreeSet::new();

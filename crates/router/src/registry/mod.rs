@@ -232,9 +232,30 @@ impl Registry {
         let shown: String = model.chars().take(100).collect();
         ApiError::new(
             ErrorKind::ModelNotFound,
-            format!("model {shown:?} is not served here"),
+            format!(
+                "model {shown:?} is not served here; there is {}",
+                self.served()
+            ),
         )
         .with_param("model")
+    }
+
+    /// Names of the models that instances serve, some of them if there are many.
+    pub(crate) fn served(&self) -> String {
+        let names: BTreeSet<String> = self
+            .instances
+            .iter()
+            .filter_map(|instance| instance.facts.load_full())
+            .flat_map(|facts| {
+                facts
+                    .models
+                    .iter()
+                    .map(|m| m.id.clone())
+                    .collect::<Vec<_>>()
+            })
+            .collect();
+        let shown = names.iter().take(MAX_TOLD).map(|name| format!("{name:?}"));
+        shown.collect::<Vec<_>>().join(", ")
     }
 
     /// The error when no instance can serve a model that is known.

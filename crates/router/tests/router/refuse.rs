@@ -417,6 +417,20 @@ async fn other_routes_pass_through() {
     assert_eq!(model["id"], "fake");
     assert_eq!(model["owned_by"], "vllm");
     assert_eq!(model["max_model_len"], 8192, "what holds through the pair");
+    assert_eq!(&router.get("/v1/models/fake").await.json(), model);
+    assert_eq!(&router.get("/v1/models/%66ake").await.json(), model);
+    for (path, name) in [("other", "other"), ("org%2Fa/b", "org/a/b"), ("", "")] {
+        let answer = router.get(&format!("/v1/models/{path}")).await;
+        assert_eq!(
+            (answer.status, answer.code().as_str()),
+            (404, "model_not_found")
+        );
+        let message = answer.text();
+        assert!(
+            message.contains(name) && message.contains(r#"there is \"fake\""#),
+            "{message}"
+        );
+    }
     let answer = router.post("/tokenize", &json!({"prompt": "abc"})).await;
     assert!(
         answer.json()["count"].as_u64().is_some_and(|n| n > 0),
