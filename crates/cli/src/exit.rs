@@ -26,7 +26,7 @@ Exit codes:
   0   done, or ended by Ctrl-C or SIGTERM after a drain
   1   failed: an instance ended, an answer was wrong, a step could not be computed
   2   wrong arguments
-  64  wrong configuration: deployment file, model directory, key file
+  64  wrong configuration: deployment file, model directory, key file, address or limit
   69  unavailable: a port is in use, a peer cannot be reached
   70  internal error; please report it";
 

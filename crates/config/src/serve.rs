@@ -73,8 +73,8 @@ pub struct ServeConfig {
     #[arg(long, default_value_t = 8000)]
     pub port: u16,
 
-    /// Address to listen on for KV handoff; the HTTP address if absent. Anything but loopback needs
-    /// a peer key.
+    /// Address to listen on for KV handoff; the HTTP address if absent, or 127.0.0.1 for role both
+    /// without a peer key or on a wildcard. Anything but loopback needs a peer key.
     #[arg(long)]
     pub kv_host: Option<String>,
 

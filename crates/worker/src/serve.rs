@@ -3,7 +3,7 @@
 use crate::app::{App, Instance};
 use crate::engine::{EngineHandle, EngineParts, Fetch, panic_text, run};
 use crate::handoff::{
-    Exporter, ExporterConfig, Importer, ImporterConfig, KvListener, Peer, PeerKey,
+    BindError, Exporter, ExporterConfig, Importer, ImporterConfig, KvListener, Peer, PeerKey,
 };
 use crate::kv::{Fetcher, Handoff};
 use crate::load::{LoadProgress, Model, WarmEngine, warm_up};
@@ -19,7 +19,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use twinfer_config::ServeConfig;
 use twinfer_engine::KvGeometry;
-use twinfer_http::{Drain, DrainState, Listener, Secret, ServeOptions};
+use twinfer_http::{Drain, DrainState, Host, Listener, Secret, ServeOptions};
 use twinfer_protocol::{
     API_KEY_ENV, Epoch, Fingerprint, InstanceCard, Limits, PEER_KEY_ENV, PEER_KEY_ENV_COMPAT, Role,
 };
@@ -421,9 +421,11 @@ async fn kv_listener(config: &ServeConfig, keyed: bool) -> Result<Option<KvListe
         return Ok(None);
     }
     // An instance that does both hands nothing over unless asked to: its HTTP address may be open to
-    // all without a peer key, its KV channel may not.
+    // all without a peer key, or be a wildcard, its KV channel may not.
+    let everywhere = Host::parse(&config.host).is_ok_and(|host| host.is_wildcard());
+    let asked = keyed && (config.kv_advertise_host.is_some() || !everywhere);
     let fallback = match config.role {
-        Role::Both if !keyed => "127.0.0.1",
+        Role::Both if !asked => "127.0.0.1",
         _ => config.host.as_str(),
     };
     let host = config.kv_host.as_deref().unwrap_or(fallback);
@@ -435,9 +437,12 @@ async fn kv_listener(config: &ServeConfig, keyed: bool) -> Result<Option<KvListe
     )
     .await
     .map(Some)
-    .map_err(|e| ServeError::Bind {
-        what: "KV handoff (kv-host, kv-port)",
-        reason: e.to_string(),
+    .map_err(|e| match e {
+        BindError::Resolve { .. } | BindError::Listen { .. } => ServeError::Bind {
+            what: "KV handoff (kv-host, kv-port)",
+            reason: e.to_string(),
+        },
+        _ => ServeError::Config(e.to_string()),
     })
 }
 

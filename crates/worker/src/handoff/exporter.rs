@@ -55,7 +55,7 @@ pub struct ExporterConfig {
 pub enum BindError {
     /// Listening elsewhere than on loopback without a key.
     #[error(
-        "kv-host is {host}, which is not loopback: set a peer key (peer-key-file, TWINFER_PEER_KEY), or listen on 127.0.0.1"
+        "kv-host (host if not given) is {host}, which is not loopback: set a peer key (peer-key-file, TWINFER_PEER_KEY), or listen on 127.0.0.1"
     )]
     NeedsKey {
         /// The host.
@@ -63,7 +63,7 @@ pub enum BindError {
     },
     /// Listening on a wildcard without an address to tell others.
     #[error(
-        "kv-host is {host}, which nobody can dial: set kv-advertise-host to an address of this node"
+        "kv-host (host if not given) is {host}, which nobody can dial: set kv-advertise-host to an address of this node"
     )]
     NeedsAdvertise {
         /// The host.
@@ -76,7 +76,7 @@ pub enum BindError {
         host: String,
     },
     /// The host has no address.
-    #[error("kv-host is {host:?}, which has no address: {reason}")]
+    #[error("kv-host (host if not given) is {host:?}, which has no address: {reason}")]
     Resolve {
         /// The host.
         host: String,

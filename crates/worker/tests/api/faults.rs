@@ -328,6 +328,25 @@ async fn an_engine_that_stands_still_ends_everything_with_an_error() {
     gate.open();
 }
 
+/// A slow machine, or a large model: one step takes longer than a stall may, but layers end.
+#[tokio::test]
+async fn a_step_of_slow_layers_is_no_stall() {
+    let (gate, options) = Gate::new();
+    let server = Server::start(options).await;
+    let start = Instant::now();
+    let layers = async {
+        while start.elapsed() < Duration::from_secs(12) {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            server.layers.fetch_add(1, Ordering::Relaxed);
+        }
+        assert_eq!(gate.steps(), WARM_UP + 1, "it is still the first step");
+        gate.open();
+    };
+    let (text, ()) = tokio::join!(server.client.text("say:slow|", 9), layers);
+    assert_eq!(text, "slow");
+    assert_eq!(server.client.get("/ready").await.status, 200);
+}
+
 /// C8.4.
 #[tokio::test]
 async fn a_drain_lets_short_answers_end_and_breaks_off_long_ones() {

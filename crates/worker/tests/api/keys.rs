@@ -129,6 +129,34 @@ async fn kv_transfer_params_of_strangers_are_refused_and_dial_nobody() {
     assert_eq!(server.client.text("say:fine|", 9).await, "fine");
 }
 
+/// An instance that does both roles and listens everywhere needs no address for a handoff that nobody
+/// asked for; one that only does prefill does.
+#[tokio::test]
+async fn a_wildcard_host_needs_an_address_only_where_kv_is_handed_over() {
+    let peer = key_file("peer-key");
+    let server = Server::with(|config| {
+        config.host = "0.0.0.0".into();
+        config.peer_key_file = Some(peer.path().into());
+    })
+    .await;
+    let kv_addr = server.ready.card.kv_addr.clone().unwrap();
+    assert!(kv_addr.starts_with("127.0.0.1:"), "{kv_addr}");
+    let mut options = Options::default();
+    options.config.host = "0.0.0.0".into();
+    options.config.role = twinfer_protocol::Role::Prefill;
+    options.config.peer_key_file = Some(peer.path().into());
+    let hooks = twinfer_worker::Hooks {
+        signals: false,
+        ..Default::default()
+    };
+    let drain = twinfer_http::Drain::new();
+    let error = twinfer_worker::serve(options.config, drain, hooks)
+        .await
+        .unwrap_err();
+    assert_eq!(error.exit_class(), twinfer_worker::ExitClass::Config);
+    assert!(error.to_string().contains("kv-advertise-host"), "{error}");
+}
+
 #[tokio::test]
 async fn a_key_file_that_others_may_read_is_refused() {
     let file = key_file("secret-text");

@@ -7,7 +7,8 @@ use hyper::body::Incoming;
 use serde_json::{Value, json};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
@@ -43,6 +44,8 @@ pub(crate) struct Server {
     pub(crate) ready: Ready,
     pub(crate) drain: Drain,
     pub(crate) client: Client,
+    /// What the executor counts layers with.
+    pub(crate) layers: Arc<AtomicU64>,
     task: JoinSet<Result<(), ServeError>>,
     _dir: tempfile::TempDir,
 }
@@ -213,8 +216,12 @@ impl Server {
             before_step,
             weights,
         } = options;
+        let layers: Arc<OnceLock<Arc<AtomicU64>>> = Arc::default();
+        let counted = Arc::clone(&layers);
         let load = move |config: &ServeConfig, _: &(dyn Fn(LoadProgress) + Sync)| {
-            Ok(model(&path, config, num_blocks, before_step, weights))
+            let model = model(&path, config, num_blocks, before_step, weights);
+            let _ = counted.set(model.executor.progress().unwrap());
+            Ok(model)
         };
         let mut task = JoinSet::new();
         task.spawn(serve_with(config, drain.clone(), hooks, load));
@@ -225,6 +232,7 @@ impl Server {
         Self {
             client: Client::new(ready.addr),
             ready,
+            layers: Arc::clone(layers.get().unwrap()),
             drain,
             task,
             _dir: dir,
