@@ -226,7 +226,7 @@ async fn a_pair_with_different_keys_ends_in_an_error_not_in_text() {
     let handle = first.expect("an answer").json()["kv_transfer_params"].clone();
     assert_eq!(handle["do_remote_prefill"], json!(true));
     let mut body = completion_body("Once upon a time there was a fox", 8);
-    body["kv_transfer_params"] = handle;
+    body["kv_transfer_params"] = handle.clone();
     let second = decode
         .client()
         .with_header("authorization", "Bearer other-key")
@@ -234,8 +234,25 @@ async fn a_pair_with_different_keys_ends_in_an_error_not_in_text() {
         .await;
     let second = second.expect("an answer");
     assert_eq!(second.status, 502, "{}", second.text());
-    assert!(!second.error_code().is_empty());
+    assert_eq!(second.error_code(), "kv_mismatch");
+    assert!(
+        second.text().contains("different keys"),
+        "{}",
+        second.text()
+    );
     decode.kv_idle(Duration::from_secs(2)).await;
+    // Decode cannot give the blocks back either; who asked prefill, such as the router, can at once.
+    let release = json!({
+        "remote_request_id": handle["remote_request_id"],
+        "epoch": handle["remote_engine_id"].as_str().and_then(|id| id.rsplit('-').next()),
+    });
+    let released = prefill
+        .client()
+        .with_header("authorization", "Bearer one-key")
+        .post("/twinfer/kv/release", &release)
+        .await;
+    assert_eq!(released.expect("an answer").status, 200);
+    prefill.kv_idle(Duration::from_secs(2)).await;
 }
 
 /// C9.11: what may be reached from outside needs a key.
