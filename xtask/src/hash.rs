@@ -230,6 +230,8 @@ fn request(id: usize, task: &Task) -> Request {
         params,
         kv: KvSource::Compute,
         hold_kv: false,
+        cache_salt: None,
+        leader: None,
     }
 }
 
@@ -252,6 +254,7 @@ fn run_local(
         max_num_seqs: local.sequences,
         max_num_batched_tokens: local.chunk,
         max_waiting: PROMPTS as u32,
+        ..EngineConfig::default()
     };
     let blocks = local.blocks.min(loaded.num_blocks);
     let mut engine = Engine::new(

@@ -50,6 +50,9 @@ pub struct SamplingParams {
     pub include_stop_str_in_output: bool,
     /// Alternatives to report per output token; none: no log-probabilities.
     pub logprobs: Option<u32>,
+    /// Alternatives to report per prompt token; none: no log-probabilities of the prompt. With some the
+    /// whole prompt is computed, and `max_tokens` may be 0.
+    pub prompt_logprobs: Option<u32>,
     /// Leave special tokens out of the text.
     pub skip_special_tokens: bool,
 }
@@ -77,6 +80,12 @@ pub struct Request {
     pub kv: KvSource,
     /// Keep the prompt's blocks when the request has finished ([`Finish::held`]).
     pub hold_kv: bool,
+    /// Only requests of the same salt share cached prefixes; none: all that have none.
+    pub cache_salt: Option<Arc<str>>,
+    /// An earlier request of the same prompt and salt, another choice of the same answer: this one waits
+    /// until that one's prompt is computed (or it is gone) and shares its KV. Both name the first choice,
+    /// that one itself too, so that they share also without prefix cache.
+    pub leader: Option<RequestId>,
 }
 
 /// Log-probability of a token, natural logarithm.
@@ -96,8 +105,11 @@ pub struct OutputToken {
     /// Token.
     pub id: TokenId,
     /// Its own log-probability and the `logprobs` best tokens, which may include it, if asked for.
-    pub logprobs: Option<(Logprob, Vec<Logprob>)>,
+    pub logprobs: Option<TokenLogprobs>,
 }
+
+/// Log-probability of a token and of the best tokens in its place, which may include it.
+pub type TokenLogprobs = (Logprob, Vec<Logprob>);
 
 /// Why a request ended.
 #[derive(Clone, Debug, PartialEq)]
@@ -156,6 +168,9 @@ pub enum Event {
     Output {
         /// Request.
         id: RequestId,
+        /// Log-probabilities of the prompt's tokens but the first, if asked for; all of them on the first
+        /// event of the request.
+        prompt_logprobs: Vec<TokenLogprobs>,
         /// Tokens of this step.
         tokens: Vec<OutputToken>,
         /// Text that became certain: never ends inside a character or inside a possible stop text.
@@ -314,7 +329,37 @@ pub struct EngineConfig {
     pub max_num_batched_tokens: u32,
     /// Requests that may wait.
     pub max_waiting: u32,
+    /// Requests share the KV of equal prefixes, also of earlier ones.
+    pub enable_prefix_caching: bool,
+    /// Seed of the cache's keys: any number that clients do not know.
+    pub cache_seed: u64,
+    /// Tokens that the draft layer proposes per step, 0 to [`MAX_DRAFTS`].
+    pub num_speculative_tokens: u32,
+    /// Propose fewer where few were accepted, at least one.
+    pub adaptive_draft_length: bool,
+    /// Prompts are computed in every Nth step at most while others generate; 1: in any.
+    pub prefill_any_interval: u32,
 }
+
+impl Default for EngineConfig {
+    /// What `serve` does if told nothing, but for sequences of 4096 tokens.
+    fn default() -> Self {
+        Self {
+            max_model_len: 4096,
+            max_num_seqs: 32,
+            max_num_batched_tokens: 512,
+            max_waiting: 256,
+            enable_prefix_caching: true,
+            cache_seed: 0,
+            num_speculative_tokens: 0,
+            adaptive_draft_length: false,
+            prefill_any_interval: 1,
+        }
+    }
+}
+
+/// Most tokens that are proposed per step.
+pub const MAX_DRAFTS: usize = 5;
 
 /// Counters since start and gauges now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -329,6 +374,23 @@ pub struct EngineStats {
     pub output_tokens: u64,
     /// Preemptions.
     pub preemptions: u64,
+    /// Prompt tokens of requests that looked for a cached prefix.
+    pub cache_queries: u64,
+    /// Those that were found.
+    pub cache_hits: u64,
+    /// Drafts and what became of them.
+    pub speculation: SpeculationStats,
+}
+
+/// Drafts since start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SpeculationStats {
+    /// Verifications of at least one draft.
+    pub rounds: u64,
+    /// Drafts verified, by place: the first of a round, the second, ...
+    pub drafted: [u64; MAX_DRAFTS],
+    /// Drafts that were delivered as output, by place.
+    pub accepted: [u64; MAX_DRAFTS],
 }
 
 /// Prompt tokens by source.

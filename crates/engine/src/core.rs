@@ -1,17 +1,20 @@
 //! The engine of one rank: requests in, steps, events out. One thread drives it; nothing here waits.
 
+mod sequence;
+mod step;
+
 use crate::blocks::BlockPool;
 use crate::output::OutputState;
-use crate::sampler::{
-    RowContext, SampleError, Sampler, SamplingLimits, TokenCounts, check_allowed, check_length,
-    check_prompt,
-};
-use crate::scheduler::{Aborted, FetchEnd, Plan, Scheduler, StepLimits, Work};
+use crate::prefix::BlockChain;
+use crate::sampler::{Sampler, SamplingLimits, check_allowed, check_length, check_prompt};
+use crate::scheduler::{FetchEnd, NewSeq, Plan, Scheduler, StepLimits};
+use crate::speculation::DraftLength;
 use crate::{
-    EngineConfig, EngineStats, Event, ExecError, Executor, Finish, FinishReason, KvGeometry,
-    KvOutcome, KvSource, OutputToken, PromptSources, PromptTokenTotals, Request, RequestId,
-    SeqWork,
+    DraftWork, EngineConfig, EngineStats, Event, ExecError, Executor, FinishReason, KvGeometry,
+    KvOutcome, KvSource, MAX_DRAFTS, PromptTokenTotals, Request, RequestId, SeqWork,
+    SpeculationStats, StepOutput,
 };
+use sequence::Sequence;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -19,8 +22,8 @@ use twinfer_protocol::{ApiError, ErrorKind, TokenId};
 use twinfer_sys::BlockArena;
 use twinfer_text::Tokenizer;
 
-/// Room for output tokens that a sequence gets at once; more is added as it grows.
-const FIRST_OUTPUT_ROOM: usize = 256;
+/// Most logits of one step that log-probabilities of prompts may take: 64 MiB.
+const MAX_SCORED_LOGITS: usize = 16 << 20;
 
 /// Scheduler, sampler and executor of one rank, and the requests in them.
 ///
@@ -35,22 +38,38 @@ pub struct Engine {
     sequences: HashMap<RequestId, Sequence>,
     /// Requests that end at the next step, in the order they were named.
     ending: Vec<(RequestId, FinishReason)>,
-    logits: Vec<f32>,
     /// A step failed: sequences count tokens as computed that are not.
     failed: bool,
+    buffers: Buffers,
     steps: u64,
     prompt_tokens: PromptTokenTotals,
     output_tokens: u64,
+    speculation: SpeculationStats,
 }
 
-struct Sequence {
-    request: Request,
-    /// Prompt and output.
-    tokens: Vec<TokenId>,
-    counts: TokenCounts,
-    output: OutputState,
-    sources: PromptSources,
-    ending: bool,
+/// What a step needs, kept from step to step so that none allocates.
+#[derive(Default)]
+struct Buffers {
+    plan: Plan,
+    logits: Vec<f32>,
+    done: Vec<Done>,
+    drafts: Vec<TokenId>,
+    batch: Vec<SeqWork<'static>>,
+    draft_works: Vec<DraftWork<'static>>,
+}
+
+/// What a step meant for one sequence.
+struct Done {
+    id: RequestId,
+    /// Index of its work.
+    work: usize,
+    start: usize,
+    /// Rows of the work that are settled: computed, and the token after them is known.
+    rows: usize,
+    /// Tokens to propose next.
+    drafts: usize,
+    /// Its end, and the place of its last event.
+    end: Option<(usize, FinishReason)>,
 }
 
 impl Engine {
@@ -94,10 +113,23 @@ impl Engine {
         for (field, value) in [
             ("max_num_seqs", config.max_num_seqs),
             ("max_num_batched_tokens", config.max_num_batched_tokens),
+            ("prefill_any_interval", config.prefill_any_interval),
         ] {
             if value == 0 {
                 return refuse(field, 0, "numbers from 1".to_owned());
             }
+        }
+        let most_drafts = match executor.draft_layers() {
+            0 => 0,
+            _ => MAX_DRAFTS,
+        };
+        let num_drafts = config.num_speculative_tokens;
+        if num_drafts as usize > most_drafts {
+            let allowed = match most_drafts {
+                0 => "0: the model has no draft layer, or it is not loaded".to_owned(),
+                most => format!("0 to {most}"),
+            };
+            return refuse("num_speculative_tokens", num_drafts.into(), allowed);
         }
         let pool = BlockPool::new(num_blocks, block_size);
         let capacity = u32::try_from(pool.capacity_tokens()).unwrap_or(u32::MAX);
@@ -111,6 +143,10 @@ impl Engine {
         let limits = StepLimits {
             max_num_seqs: config.max_num_seqs as usize,
             max_num_batched_tokens: config.max_num_batched_tokens as usize,
+            max_scored_tokens: MAX_SCORED_LOGITS / executor.vocab_size().max(1),
+            prefill_any_interval: config.prefill_any_interval as usize,
+            max_drafts: num_drafts as usize,
+            draft_layer: most_drafts > 0,
         };
         Ok(Self {
             config: EngineConfig {
@@ -123,11 +159,12 @@ impl Engine {
             sampler: Sampler::default(),
             sequences: HashMap::new(),
             ending: Vec::new(),
-            logits: Vec::new(),
             failed: false,
+            buffers: Buffers::default(),
             steps: 0,
             prompt_tokens: PromptTokenTotals::default(),
             output_tokens: 0,
+            speculation: SpeculationStats::default(),
         })
     }
 
@@ -169,29 +206,45 @@ impl Engine {
             );
             return Err(ApiError::new(ErrorKind::Overloaded, message));
         }
-        let remote = request.kv == KvSource::Remote;
-        if !self.scheduler.add(request.id, request.prompt.len(), remote) {
+        let block_size = self.scheduler.pool().block_size();
+        let mut chain = self.chain(&request);
+        let mut keys = Vec::new();
+        if let Some(chain) = &mut chain {
+            keys.reserve(request.prompt.len() / block_size);
+            keys.extend(std::iter::from_fn(|| {
+                chain.next(&request.prompt, block_size)
+            }));
+        }
+        let new = NewSeq {
+            prompt_len: request.prompt.len(),
+            max_len: request.prompt.len() + request.params.max_tokens as usize,
+            remote: request.kv == KvSource::Remote,
+            keys,
+            scored: request.params.prompt_logprobs.is_some(),
+            leader: request.leader,
+        };
+        if !self.scheduler.add(request.id, new) {
             let message = format!("request id {} is in use", request.id.0);
             return Err(ApiError::new(ErrorKind::Internal, message));
         }
-        let room = (request.params.max_tokens as usize).min(FIRST_OUTPUT_ROOM);
-        let mut tokens = Vec::with_capacity(request.prompt.len() + room);
-        tokens.extend_from_slice(&request.prompt);
-        let counts = TokenCounts::new(&request.params, &request.prompt);
-        let sources = PromptSources::default();
-        let id = request.id;
-        self.sequences.insert(
-            id,
-            Sequence {
-                request,
-                tokens,
-                counts,
-                output,
-                sources,
-                ending: false,
-            },
+        let draft_length = DraftLength::new(
+            self.config.num_speculative_tokens as usize,
+            self.config.adaptive_draft_length,
         );
+        let id = request.id;
+        let sequence = Sequence::new(request, output, chain, draft_length);
+        self.sequences.insert(id, sequence);
         Ok(())
+    }
+
+    /// The chain of a request's block keys; none if it shares its KV with no other.
+    fn chain(&self, request: &Request) -> Option<BlockChain> {
+        let seed = self.config.cache_seed;
+        if self.config.enable_prefix_caching {
+            return Some(BlockChain::new(seed, request.cache_salt.as_deref()));
+        }
+        let leader = request.leader?;
+        Some(BlockChain::private(seed, leader.0))
     }
 
     /// Ends a request at the next [`Self::step`], in whatever state it is: its blocks are free then, or,
@@ -207,33 +260,26 @@ impl Engine {
     /// # Errors
     /// The executor cannot go on, and neither can the engine: every later step fails too.
     pub fn step(&mut self) -> Result<Vec<Event>, ExecError> {
+        let mut out = StepOutput::new();
+        self.step_into(&mut out)?;
+        Ok(out.to_events())
+    }
+
+    /// [`Self::step`] into buffers of the caller, whose old content goes: a step in which nothing begins
+    /// or ends allocates nothing.
+    ///
+    /// # Errors
+    /// As [`Self::step`].
+    pub fn step_into(&mut self, out: &mut StepOutput) -> Result<(), ExecError> {
+        out.clear();
         if self.failed {
             return Err(ExecError::AfterFailure);
         }
-        let result = self.try_step();
+        let mut buffers = std::mem::take(&mut self.buffers);
+        let result = self.try_step(&mut buffers, out);
+        self.buffers = buffers;
         self.failed = result.is_err();
         result
-    }
-
-    fn try_step(&mut self) -> Result<Vec<Event>, ExecError> {
-        let mut events = Vec::new();
-        for (id, reason) in std::mem::take(&mut self.ending) {
-            self.end_early(id, reason, &mut events);
-        }
-        let plan = self.scheduler.schedule();
-        for fetch in &plan.fetches {
-            let tokens = u32::try_from(fetch.tokens).unwrap_or(u32::MAX);
-            events.push(Event::KvFetch {
-                id: fetch.id,
-                blocks: fetch.blocks.clone(),
-                tokens,
-            });
-        }
-        if !plan.works.is_empty() {
-            self.compute(&plan)?;
-            self.take_results(&plan, &mut events)?;
-        }
-        Ok(events)
     }
 
     /// Would [`Self::step`] do something now? Not while all requests wait for KV, or for blocks that are
@@ -270,12 +316,16 @@ impl Engine {
 
     /// Counters and gauges.
     pub fn stats(&self) -> EngineStats {
+        let cache = self.scheduler.cache_stats();
         EngineStats {
             load: self.scheduler.load(),
             steps: self.steps,
             prompt_tokens: self.prompt_tokens,
             output_tokens: self.output_tokens,
             preemptions: self.scheduler.preemptions(),
+            cache_queries: cache.queries,
+            cache_hits: cache.hits,
+            speculation: self.speculation,
         }
     }
 
@@ -323,154 +373,4 @@ impl Engine {
             self.ending.push((id, reason));
         }
     }
-
-    fn end_early(&mut self, id: RequestId, reason: FinishReason, events: &mut Vec<Event>) {
-        let Some(mut sequence) = self.sequences.remove(&id) else {
-            return;
-        };
-        if self.scheduler.abort(id) == Aborted::CancelFetch {
-            events.push(Event::KvFetchCancel { id });
-        }
-        let text = sequence.output.flush();
-        let finish = sequence.finish(reason, None);
-        events.push(Event::Output {
-            id,
-            tokens: Vec::new(),
-            text,
-            finish: Some(finish),
-        });
-    }
-
-    fn compute(&mut self, plan: &Plan) -> Result<(), ExecError> {
-        let mut batch = Vec::with_capacity(plan.works.len());
-        for work in &plan.works {
-            let sequence = self.sequences.get(&work.id);
-            let tokens = sequence.and_then(|s| s.tokens.get(work.start..work.start + work.len));
-            batch.push(SeqWork {
-                tokens: tokens.ok_or_else(|| out_of_step(work))?,
-                start: work.start,
-                blocks: self.scheduler.blocks(work.id),
-                logits_from: work.last.then(|| work.len - 1),
-            });
-        }
-        self.executor.execute(&batch, &mut self.logits)?;
-        self.steps += 1;
-        let rows = plan.works.iter().filter(|work| work.last).count();
-        let expected = rows * self.executor.vocab_size();
-        if self.logits.len() != expected {
-            let got = self.logits.len();
-            return Err(ExecError::OutOfRange(format!(
-                "{got} logits came back, {expected} were wanted"
-            )));
-        }
-        Ok(())
-    }
-
-    fn take_results(&mut self, plan: &Plan, events: &mut Vec<Event>) -> Result<(), ExecError> {
-        let logits = std::mem::take(&mut self.logits);
-        let mut rows = logits.chunks_exact(self.executor.vocab_size().max(1));
-        for work in &plan.works {
-            let sequence = self
-                .sequences
-                .get_mut(&work.id)
-                .ok_or_else(|| out_of_step(work))?;
-            self.prompt_tokens.computed += sequence.count_computed(work);
-            if work.last {
-                let row = rows.next().ok_or_else(|| out_of_step(work))?;
-                let drawn = sequence.sample(&mut self.sampler, row, self.tokenizer.eos_ids());
-                events.push(self.advance(work.id, drawn)?);
-            }
-        }
-        self.logits = logits;
-        Ok(())
-    }
-
-    /// Takes the outcome of a draw into the request, and ends it where that is the end.
-    fn advance(
-        &mut self,
-        id: RequestId,
-        drawn: Result<OutputToken, SampleError>,
-    ) -> Result<Event, ExecError> {
-        let unknown = || ExecError::OutOfRange(format!("request {} is not there", id.0));
-        let sequence = self.sequences.get_mut(&id).ok_or_else(unknown)?;
-        let (tokens, text, reason) = match drawn {
-            Ok(token) => {
-                sequence.tokens.push(token.id);
-                sequence.counts.push(token.id);
-                self.output_tokens += 1;
-                let step = sequence.output.push(token.id);
-                (vec![token], step.text, step.finish)
-            }
-            Err(error) => {
-                let kind = match error {
-                    SampleError::NotFinite => ErrorKind::Internal,
-                    SampleError::NothingAllowed => ErrorKind::InvalidRequest,
-                };
-                let reason = FinishReason::Error(ApiError::new(kind, error.to_string()));
-                (Vec::new(), sequence.output.flush(), Some(reason))
-            }
-        };
-        let finish = match reason {
-            None => {
-                self.scheduler.append(id);
-                None
-            }
-            Some(reason) => {
-                let sequence = self.sequences.remove(&id).ok_or_else(unknown)?;
-                let hold = sequence.request.hold_kv && !matches!(reason, FinishReason::Error(_));
-                let held = self.scheduler.finish(id, hold);
-                Some(sequence.finish(reason, held))
-            }
-        };
-        Ok(Event::Output {
-            id,
-            tokens,
-            text,
-            finish,
-        })
-    }
-}
-
-impl Sequence {
-    fn sample(
-        &self,
-        sampler: &mut Sampler,
-        row: &[f32],
-        eos: &[TokenId],
-    ) -> Result<OutputToken, SampleError> {
-        let context = RowContext {
-            params: &self.request.params,
-            counts: &self.counts,
-            eos,
-            output_len: self.output.tokens(),
-            position: self.tokens.len() as u64,
-        };
-        sampler.sample(row, &context)
-    }
-
-    /// Notes that the step computed prompt tokens; returns how many of them for the first time, since
-    /// what is computed again after a preemption has been counted.
-    fn count_computed(&mut self, work: &Work) -> u64 {
-        let known = (self.sources.computed + self.sources.remote + self.sources.cached) as usize;
-        let end = (work.start + work.len).min(self.request.prompt.len());
-        let new = end.saturating_sub(known.max(work.start));
-        self.sources.computed += u32::try_from(new).unwrap_or(u32::MAX);
-        new as u64
-    }
-
-    fn finish(&self, reason: FinishReason, held: Option<crate::HeldKv>) -> Finish {
-        Finish {
-            reason,
-            sources: self.sources,
-            output_tokens: self.output.tokens(),
-            held,
-        }
-    }
-}
-
-fn out_of_step(work: &Work) -> ExecError {
-    ExecError::OutOfRange(format!(
-        "request {} and the plan of the step do not agree",
-        work.id.0
-    ))
 }

@@ -2,6 +2,7 @@
 
 use crate::{
     Engine, Event, ExecError, Finish, FinishReason, KvSource, OutputToken, Request, RequestId,
+    TokenLogprobs,
 };
 use std::collections::HashMap;
 use twinfer_protocol::{ApiError, ErrorKind, TokenId};
@@ -11,6 +12,8 @@ use twinfer_protocol::{ApiError, ErrorKind, TokenId};
 pub struct Generated {
     /// Request.
     pub id: RequestId,
+    /// Log-probabilities of the prompt's tokens but the first, if asked for.
+    pub prompt_logprobs: Vec<TokenLogprobs>,
     /// Output tokens, stop tokens too, with log-probabilities if asked for.
     pub tokens: Vec<OutputToken>,
     /// Text of them, cut at a stop text.
@@ -103,6 +106,7 @@ pub fn generate(
         for event in engine.step()? {
             let Event::Output {
                 id,
+                prompt_logprobs,
                 tokens,
                 text,
                 finish,
@@ -113,6 +117,7 @@ pub fn generate(
             let Some(result) = open.get_mut(&id) else {
                 continue;
             };
+            result.prompt_logprobs.extend(prompt_logprobs);
             result.tokens.extend(tokens);
             result.text.push_str(&text);
             if let Some(finish) = finish {
@@ -137,6 +142,7 @@ impl Generated {
         };
         Self {
             id,
+            prompt_logprobs: Vec::new(),
             tokens: Vec::new(),
             text: String::new(),
             finish,

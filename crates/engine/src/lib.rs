@@ -10,9 +10,12 @@ mod generate;
 pub mod loader;
 pub mod model;
 pub mod output;
+mod outputs;
+mod prefix;
 pub mod sampler;
 pub mod scheduler;
 mod scripted;
+mod speculation;
 pub mod weights;
 
 pub use api::*;
@@ -23,6 +26,8 @@ pub use loader::{
     CheckedModel, KvMemory, LoadOptions, LoadedModel, ModelError, Progress, check, load,
 };
 pub use model::{Probe, ProbeRows, Tap};
+pub use outputs::{EventRef, OutputRef, StepOutput, TokenRef};
+pub use prefix::{BlockChain, BlockKey};
 pub use sampler::{SamplingLimits, check_length, check_prompt};
 
 /// An executor and a tokenizer without a model, for tests of this and other crates.

@@ -15,15 +15,8 @@ pub struct OutputState {
     tokens: u32,
     detokenizer: IncrementalDetokenizer,
     stops: StopMatcher,
-}
-
-/// What one token led to.
-#[derive(Clone, Debug, PartialEq)]
-pub struct OutputStep {
-    /// Text that became certain.
-    pub text: String,
-    /// Set when the request has ended; `text` is its last then.
-    pub finish: Option<FinishReason>,
+    /// Text of the last token.
+    piece: String,
 }
 
 impl OutputState {
@@ -48,6 +41,7 @@ impl OutputState {
                 params.skip_special_tokens,
             ),
             stops: StopMatcher::new(&params.stop, params.include_stop_str_in_output)?,
+            piece: String::new(),
         })
     }
 
@@ -56,60 +50,52 @@ impl OutputState {
         self.tokens
     }
 
-    /// Takes the next token. The order of ends is: end-of-sequence, stop token (neither is shown as
-    /// text), length, stop text; but a stop text completed by the last permitted token is reported
-    /// rather than the length. Stop texts are looked for in what follows the first `min_tokens - 1`
-    /// tokens.
-    pub fn push(&mut self, token: TokenId) -> OutputStep {
+    /// Takes the next token, adds the text that became certain to `out`, and returns the end if this is
+    /// it. The order of ends is: end-of-sequence, stop token (neither is shown as text), length, stop text;
+    /// but a stop text completed by the last permitted token is reported rather than the length. Stop
+    /// texts are looked for in what follows the first `min_tokens - 1` tokens.
+    pub fn push(&mut self, token: TokenId, out: &mut String) -> Option<FinishReason> {
         self.tokens += 1;
         // The sampler draws neither before `min_tokens`.
         if self.eos.contains(&token) {
-            return self.end(String::new(), FinishReason::Eos);
+            return Some(self.end(FinishReason::Eos, out));
         }
         if self.stop_token_ids.contains(&token) {
-            return self.end(String::new(), FinishReason::StopToken(token));
+            return Some(self.end(FinishReason::StopToken(token), out));
         }
-        let piece = match self.detokenizer.push(token) {
-            Ok(piece) => piece,
-            Err(error) => {
-                let error = ApiError::new(ErrorKind::Internal, error.to_string());
-                return self.end(String::new(), FinishReason::Error(error));
-            }
-        };
-        let text = self.look(&piece);
-        if self.stops.matched().is_some() || self.tokens >= self.max_tokens {
-            return self.end(text, FinishReason::Length);
+        self.piece.clear();
+        if let Err(error) = self.detokenizer.push_into(token, &mut self.piece) {
+            let error = ApiError::new(ErrorKind::Internal, error.to_string());
+            return Some(self.end(FinishReason::Error(error), out));
         }
-        OutputStep { text, finish: None }
+        self.look(out);
+        let ends = self.stops.matched().is_some() || self.tokens >= self.max_tokens;
+        ends.then(|| self.end(FinishReason::Length, out))
     }
 
-    /// Ends the output for a reason of the caller: gives out what was held back.
-    pub fn flush(&mut self) -> String {
-        let piece = self.detokenizer.finish();
-        let mut text = self.look(&piece);
-        text.push_str(&self.stops.finish());
-        text
+    /// Ends the output for a reason of the caller: adds what was held back to `out`.
+    pub fn flush(&mut self, out: &mut String) {
+        self.piece.clear();
+        self.detokenizer.finish_into(&mut self.piece);
+        self.look(out);
+        self.stops.finish_into(out);
     }
 
-    /// Text of the next piece that may be shown.
-    fn look(&mut self, piece: &str) -> String {
+    /// Adds what may be shown of the piece to `out`.
+    fn look(&mut self, out: &mut String) {
         if self.tokens < self.min_tokens {
-            self.stops.pass(piece)
+            self.stops.pass_into(&self.piece, out);
         } else {
-            self.stops.push(piece).text
+            self.stops.push_into(&self.piece, out);
         }
     }
 
     /// Ends with `reason`, unless a stop text was found, the flushed rest included.
-    fn end(&mut self, mut text: String, reason: FinishReason) -> OutputStep {
-        text.push_str(&self.flush());
-        let reason = match (self.stops.matched(), reason) {
+    fn end(&mut self, reason: FinishReason, out: &mut String) -> FinishReason {
+        self.flush(out);
+        match (self.stops.matched(), reason) {
             (Some(stop), FinishReason::Length) => FinishReason::StopText(stop.to_owned()),
             (_, reason) => reason,
-        };
-        OutputStep {
-            text,
-            finish: Some(reason),
         }
     }
 }

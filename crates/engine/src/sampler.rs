@@ -32,6 +32,8 @@ pub struct Sampler {
     weights: Vec<f64>,
     /// Numbers that sort as wanted.
     keys: Vec<u64>,
+    /// Best values of a row, with their tokens.
+    best: Vec<(f32, TokenId)>,
 }
 
 /// What the penalties of one request have to know about its tokens. Empty if it has no penalties.
@@ -99,6 +101,25 @@ impl Sampler {
         row: &[f32],
         context: &RowContext<'_>,
     ) -> Result<OutputToken, SampleError> {
+        let mut top = Vec::new();
+        let (id, own) = self.choose(row, context, &mut top)?;
+        Ok(OutputToken {
+            id,
+            logprobs: own.map(|own| (own, top)),
+        })
+    }
+
+    /// [`Self::sample`] that returns the token with its log-probability, if that was asked for, and adds
+    /// the best tokens to `top`.
+    ///
+    /// # Errors
+    /// As [`Self::sample`].
+    pub fn choose(
+        &mut self,
+        row: &[f32],
+        context: &RowContext<'_>,
+        top: &mut Vec<Logprob>,
+    ) -> Result<(TokenId, Option<Logprob>), SampleError> {
         let max = finite_max(row).ok_or(SampleError::NotFinite)?;
         let params = context.params;
         let id = if is_greedy(params) && !changes_logits(context) {
@@ -114,10 +135,26 @@ impl Sampler {
                 draw(&self.kept, &self.weights, number).ok_or(SampleError::NothingAllowed)?
             }
         };
-        let logprobs = params
+        let own = params
             .logprobs
-            .map(|k| raw_logprobs(row, max, id, k as usize));
-        Ok(OutputToken { id, logprobs })
+            .map(|k| raw_logprobs(row, max, id, k as usize, &mut self.best, top));
+        Ok((id, own))
+    }
+
+    /// Log-probability of a token that was not drawn: one of the prompt. Adds the `k` best to `top`.
+    ///
+    /// # Errors
+    /// `NotFinite`.
+    pub fn score(
+        &mut self,
+        row: &[f32],
+        token: TokenId,
+        k: u32,
+        top: &mut Vec<Logprob>,
+    ) -> Result<Logprob, SampleError> {
+        let max = finite_max(row).ok_or(SampleError::NotFinite)?;
+        let best = &mut self.best;
+        Ok(raw_logprobs(row, max, token, k as usize, best, top))
     }
 
     /// Fills `values`: masks, bias, penalties.
@@ -286,13 +323,21 @@ fn draw(kept: &[TokenId], weights: &[f64], number: f64) -> Option<TokenId> {
     kept.get(index).copied()
 }
 
-/// Log-probabilities of the raw logits: that of `chosen` and the `k` best, ties by lower id.
-fn raw_logprobs(row: &[f32], max: f32, chosen: TokenId, k: usize) -> (Logprob, Vec<Logprob>) {
+/// Log-probabilities of the raw logits: returns that of `chosen` and adds those of the `k` best to `top`,
+/// ties by lower id.
+fn raw_logprobs(
+    row: &[f32],
+    max: f32,
+    chosen: TokenId,
+    k: usize,
+    best: &mut Vec<(f32, TokenId)>,
+    top: &mut Vec<Logprob>,
+) -> Logprob {
     let wide_max = f64::from(max);
     let norm = math::ln(math::exp_sum(row, max));
     let logprob = |value: f32| ((f64::from(value) - wide_max) - norm) as f32;
 
-    let mut best: Vec<(f32, TokenId)> = Vec::with_capacity(k.min(row.len()) + 1);
+    best.clear();
     for (&value, id) in row.iter().zip(0..) {
         if best.len() == k && best.last().is_none_or(|&(worst, _)| value <= worst) {
             continue;
@@ -303,7 +348,6 @@ fn raw_logprobs(row: &[f32], max: f32, chosen: TokenId, k: usize) -> (Logprob, V
     }
     let mut rank = 0;
     let mut last = f32::INFINITY;
-    let mut top = Vec::with_capacity(best.len());
     for (&(value, token), place) in best.iter().zip(1..) {
         if value < last {
             rank = place;
@@ -320,15 +364,11 @@ fn raw_logprobs(row: &[f32], max: f32, chosen: TokenId, k: usize) -> (Logprob, V
         .copied()
         .unwrap_or(f32::NEG_INFINITY);
     let larger = row.iter().filter(|&&value| value > own).count();
-    let rank = u32::try_from(larger + 1).unwrap_or(u32::MAX);
-    (
-        Logprob {
-            token: chosen,
-            logprob: logprob(own),
-            rank,
-        },
-        top,
-    )
+    Logprob {
+        token: chosen,
+        logprob: logprob(own),
+        rank: u32::try_from(larger + 1).unwrap_or(u32::MAX),
+    }
 }
 
 fn is_greedy(params: &SamplingParams) -> bool {

@@ -1,6 +1,7 @@
 //! Which sequences compute which tokens in the next step: continuous batching under a token budget,
-//! chunked prefill, first-come admission, preemption by recompute. It counts tokens and blocks; it never
-//! sees token ids, text or a clock, so a simulator can run it as it is.
+//! chunked prefill, drafts, first-come admission, preemption by recompute, shared prefixes. It counts
+//! tokens and blocks and knows prefixes by their keys; it never sees token ids, text or a clock, so a
+//! simulator can run it as it is.
 //!
 //! The rules, each with its reason:
 //! * All blocks of the known tokens are allocated at admission, so only sequences that generate can
@@ -10,14 +11,39 @@
 //!   therefore always go on, unless what it lacks is held or being fetched, and both have deadlines.
 //! * Nobody overtakes in the queue; a preempted sequence returns to its place by arrival.
 //! * Admission leaves one block for each sequence that has blocks already, so that a newcomer is not
-//!   preempted in the very next step.
+//!   preempted in the very next step. Each time that a sequence was preempted it asks for four times as
+//!   much room; after [`SURE_AFTER`] times it and those behind it leave all that others can ever need.
 //! * Sequences with one token to compute go before prefill chunks, so that a long prompt does not stall
-//!   streams; when even these exceed the budget, they take turns.
+//!   streams. When they, and one chunk, exceed the budget, they and the oldest chunk take turns.
+//! * Drafts come after those; while a prompt waits for its turn they get half of what is left at most.
+//!   They get blocks only from what nobody else needs now, and are cut to what fits.
+//! * With `prefill_any_interval` N, prompts are computed in every Nth step at most while others generate.
+//! * A sequence is admitted with the longest prefix that is cached, but at least its last token is
+//!   computed, because its logits are needed; with drafts one block less, because the draft layer's last
+//!   row there depends on the token that followed then.
+//! * A sequence that has the same prompt as an earlier one waits until that one's prompt is computed,
+//!   then shares it.
+//!
+//! What follows for fairness, with R sequences at most (`max_num_seqs`), budget B and interval N:
+//! * A sequence waits only for sequences that came before it. With no more room held by others than is
+//!   left, it gets blocks when enough of those have ended, each of which ends after `max_len` tokens.
+//! * A sequence that generates gets a token at least every ⌈(R + 1) / B⌉ steps, unless it waits for a block.
+//! * Of the prompts being computed the oldest gets at least max(1, ⌈(B − R) / 2⌉) tokens in a prefill step,
+//!   and one of N steps is one, or, if R ≥ B, a token every N·⌈(R + 1) / B⌉ steps. A prompt of n tokens
+//!   is therefore through, once it is the oldest, after N·(1 + ⌈(R + 1) / B⌉·n) steps at most.
+//! * A sequence is preempted at most [`SURE_AFTER`] times (more only if blocks are held meanwhile that it
+//!   shared).
+
+mod plan;
 
 use crate::blocks::BlockPool;
+use crate::prefix::BlockKey;
 use crate::{HeldKv, RequestId};
 use std::collections::{BTreeMap, HashMap};
 use twinfer_protocol::{BlockId, RankLoad};
+
+/// Preemptions after which a sequence returns only when it cannot be preempted again.
+pub const SURE_AFTER: u32 = 4;
 
 /// What the scheduler may do in one step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +52,32 @@ pub struct StepLimits {
     pub max_num_seqs: usize,
     /// Tokens of one step; 0 counts as 1.
     pub max_num_batched_tokens: usize,
+    /// Prompt tokens of one step of sequences that want logits of each; 0 counts as 1.
+    pub max_scored_tokens: usize,
+    /// Steps from one that computes prompts to the next while others generate; 0 counts as 1.
+    pub prefill_any_interval: usize,
+    /// Most drafts of a sequence in a step.
+    pub max_drafts: usize,
+    /// The model has a draft layer, whose KV is part of the blocks.
+    pub draft_layer: bool,
+}
+
+/// A sequence as the scheduler takes it.
+#[derive(Clone, Debug, Default)]
+pub struct NewSeq {
+    /// Tokens of the prompt, at least 1.
+    pub prompt_len: usize,
+    /// Tokens of prompt and output together, at most.
+    pub max_len: usize,
+    /// The KV of all but the last prompt token is fetched; with a prompt of one token there is nothing to
+    /// fetch.
+    pub remote: bool,
+    /// Keys of the prompt's full blocks, to find and to leave them in the cache; none if it is not used.
+    pub keys: Vec<BlockKey>,
+    /// Logits of every prompt token are wanted, so no prefix is taken from the cache.
+    pub scored: bool,
+    /// An earlier sequence of the same prompt and keys.
+    pub leader: Option<RequestId>,
 }
 
 /// One sequence's share of a step: tokens `start..start + len`.
@@ -35,10 +87,30 @@ pub struct Work {
     pub id: RequestId,
     /// Position of the first token.
     pub start: usize,
-    /// Number of tokens, at least 1.
+    /// Number of tokens, at least 1, drafts included.
     pub len: usize,
+    /// Drafts behind the last token known.
+    pub drafts: usize,
     /// The last token known is among them: its logits give the next one.
     pub last: bool,
+}
+
+/// A sequence that was admitted with a cached prefix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheHit {
+    /// Sequence.
+    pub id: RequestId,
+    /// Tokens that need not be computed.
+    pub tokens: usize,
+}
+
+/// Tokens looked for in the cache and found there; each prompt counts once.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheStats {
+    /// Prompt tokens of sequences that looked.
+    pub queries: u64,
+    /// Those found.
+    pub hits: u64,
 }
 
 /// A sequence whose blocks are ready to be filled from elsewhere.
@@ -61,6 +133,8 @@ pub struct Plan {
     pub fetches: Vec<Fetch>,
     /// Lost their blocks and will be computed again.
     pub preempted: Vec<RequestId>,
+    /// Begin with a cached prefix.
+    pub hits: Vec<CacheHit>,
 }
 
 /// Where a sequence stood when it was aborted.
@@ -104,6 +178,13 @@ pub struct Scheduler {
     arrivals: u64,
     turns: u64,
     preemptions: u64,
+    cache: CacheStats,
+    /// Steps since the last that computed prompts, that one included.
+    since_prefill: usize,
+    /// Buffers of [`Self::schedule`]: turn, arrival and id of sequences with one token to compute, and
+    /// those with more.
+    singles: Vec<(u64, u64, RequestId)>,
+    chunks: Vec<RequestId>,
 }
 
 #[derive(Debug)]
@@ -113,11 +194,22 @@ struct Seq {
     /// Known tokens: prompt and output.
     len: usize,
     prompt_len: usize,
-    /// Positions whose KV is in `blocks`.
+    max_len: usize,
+    /// Positions whose KV is in `blocks`, or will be after the step that is planned.
     computed: usize,
+    /// Positions whose KV is known to be there.
+    settled: usize,
+    /// Tokens proposed to follow the known ones.
+    drafts: usize,
     /// The prompt's KV comes from elsewhere (until it has come or failed).
     remote: bool,
+    scored: bool,
+    leader: Option<RequestId>,
+    /// The prompt has been looked for in the cache.
+    looked: bool,
+    keys: Vec<BlockKey>,
     blocks: Vec<BlockId>,
+    preemptions: u32,
     /// Number of the last work it got: the lower, the longer ago.
     last_turn: u64,
 }
@@ -136,6 +228,9 @@ impl Scheduler {
             limits: StepLimits {
                 max_num_seqs: limits.max_num_seqs.max(1),
                 max_num_batched_tokens: limits.max_num_batched_tokens.max(1),
+                max_scored_tokens: limits.max_scored_tokens.max(1),
+                prefill_any_interval: limits.prefill_any_interval.max(1),
+                ..limits
             },
             pool,
             seqs: HashMap::new(),
@@ -147,29 +242,46 @@ impl Scheduler {
             arrivals: 0,
             turns: 0,
             preemptions: 0,
+            cache: CacheStats::default(),
+            since_prefill: limits.prefill_any_interval,
+            singles: Vec::new(),
+            chunks: Vec::new(),
         }
     }
 
-    /// Puts a sequence of `prompt_len` tokens (at least 1) at the end of the queue. `remote`: the KV of
-    /// all but the last prompt token is fetched; with a prompt of one token there is nothing to fetch.
+    /// Puts a sequence at the end of the queue.
     ///
-    /// The caller has checked that prompt and output together fit the pool; false if the id is in use
-    /// (also by held blocks or by a fetch that is being cancelled) or the prompt is empty or can never fit.
+    /// False if the id is in use (also by held blocks or by a fetch that is being cancelled), the prompt is
+    /// empty, or prompt and output together can never fit the pool.
     #[must_use]
-    pub fn add(&mut self, id: RequestId, prompt_len: usize, remote: bool) -> bool {
-        if prompt_len == 0 || prompt_len > self.pool.capacity_tokens() || self.knows(id) {
+    pub fn add(&mut self, id: RequestId, new: NewSeq) -> bool {
+        let max_len = new.max_len.max(new.prompt_len);
+        if new.prompt_len == 0 || max_len > self.pool.capacity_tokens() || self.knows(id) {
             return false;
         }
         let arrival = self.arrivals;
         self.arrivals += 1;
+        let most_blocks = self.pool.blocks_for(max_len);
+        let mut keys = new.keys;
+        if !keys.is_empty() {
+            keys.reserve(most_blocks.saturating_sub(keys.len()));
+        }
         let seq = Seq {
             arrival,
             state: State::Waiting,
-            len: prompt_len,
-            prompt_len,
+            len: new.prompt_len,
+            prompt_len: new.prompt_len,
+            max_len,
             computed: 0,
-            remote: remote && prompt_len > 1,
-            blocks: Vec::new(),
+            settled: 0,
+            drafts: 0,
+            remote: new.remote && new.prompt_len > 1,
+            scored: new.scored,
+            leader: new.leader.filter(|leader| *leader != id),
+            looked: false,
+            keys,
+            blocks: Vec::with_capacity(most_blocks),
+            preemptions: 0,
             last_turn: 0,
         };
         self.seqs.insert(id, seq);
@@ -184,36 +296,48 @@ impl Scheduler {
             || self.cancelling.contains_key(&id)
     }
 
-    /// Plans the next step and takes it as done: the planned tokens count as computed.
-    pub fn schedule(&mut self) -> Plan {
-        let mut plan = Plan::default();
-        let stalled = self.grow(&mut plan);
-        let mut budget = self.limits.max_num_batched_tokens;
-        self.plan_running(stalled, &mut budget, &mut plan);
-        if stalled.is_none() {
-            self.admit(&mut budget, &mut plan);
-        }
-        plan
-    }
-
-    /// Would [`Self::schedule`] plan anything?
-    pub fn can_step(&self) -> bool {
-        let mut running = self.running.values();
-        match (running.next(), running.next()) {
-            (Some(_), Some(_)) => true,
-            (Some(only), None) => self
-                .seqs
-                .get(only)
-                .is_some_and(|seq| self.missing_blocks(seq) <= self.pool.available()),
-            (None, _) => self.next_admissible().is_some(),
-        }
-    }
-
-    /// A token was sampled after the last one.
-    pub fn append(&mut self, id: RequestId) {
+    /// After a step: `new` tokens follow the known ones, of which all but the last were drafts of this
+    /// step whose KV is computed.
+    pub fn append(&mut self, id: RequestId, new: usize) {
         if let Some(seq) = self.seqs.get_mut(&id) {
-            seq.len += 1;
+            seq.len += new;
+            seq.computed += new.saturating_sub(1);
         }
+    }
+
+    /// The known tokens fill one more block.
+    pub fn push_key(&mut self, id: RequestId, key: BlockKey) {
+        if let Some(seq) = self.seqs.get_mut(&id) {
+            seq.keys.push(key);
+        }
+    }
+
+    /// After a step: `drafts` tokens are proposed to follow the known ones.
+    pub fn propose(&mut self, id: RequestId, drafts: usize) {
+        if let Some(seq) = self.seqs.get_mut(&id) {
+            seq.drafts = drafts;
+        }
+    }
+
+    /// Positions that the sequence's blocks have room for.
+    pub fn room(&self, id: RequestId) -> usize {
+        let blocks = self.seqs.get(&id).map_or(0, |seq| seq.blocks.len());
+        blocks * self.pool.block_size()
+    }
+
+    /// The step has been computed without error: the KV of all positions below `end` is there and correct,
+    /// and the full blocks among them can be shared by others.
+    pub fn settle(&mut self, id: RequestId, end: usize) {
+        let Some(seq) = self.seqs.get_mut(&id) else {
+            return;
+        };
+        let block_size = self.pool.block_size();
+        let full = seq.settled / block_size..end.min(seq.computed) / block_size;
+        let named = seq.keys.get(full.clone()).unwrap_or(&[]);
+        for (&block, &key) in seq.blocks.get(full).unwrap_or(&[]).iter().zip(named) {
+            self.pool.name(block, key);
+        }
+        seq.settled = seq.settled.max(end.min(seq.computed));
     }
 
     /// Blocks of a sequence in order of position; empty if it has none.
@@ -271,8 +395,10 @@ impl Scheduler {
                 seq.state = State::Running;
                 seq.remote = false;
                 seq.computed = if loaded { seq.len - 1 } else { 0 };
+                let computed = seq.computed;
                 self.fetching -= 1;
                 self.running.insert(seq.arrival, id);
+                self.settle(id, computed);
                 FetchEnd::Running
             }
             _ => FetchEnd::Unknown,
@@ -308,6 +434,16 @@ impl Scheduler {
     /// Nobody waits, runs or fetches, and no fetch is being cancelled. Held blocks may remain.
     pub fn is_idle(&self) -> bool {
         self.seqs.is_empty() && self.cancelling.is_empty()
+    }
+
+    /// What the cache was asked and had.
+    pub fn cache_stats(&self) -> CacheStats {
+        self.cache
+    }
+
+    /// Preemptions of a sequence so far.
+    pub fn preemptions_of(&self, id: RequestId) -> u32 {
+        self.seqs.get(&id).map_or(0, |seq| seq.preemptions)
     }
 
     /// Preemptions so far.
@@ -359,11 +495,15 @@ impl Scheduler {
             let running = self.running.get(&seq.arrival) == Some(id);
             fetching += usize::from(seq.state == State::Fetching);
             let placed = match seq.state {
-                State::Waiting => waiting && !running && seq.blocks.is_empty() && seq.computed == 0,
+                State::Waiting => {
+                    waiting && !running && seq.blocks.is_empty() && seq.computed + seq.drafts == 0
+                }
                 State::Fetching => !waiting && !running && seq.remote && seq.computed == 0,
                 State::Running => !waiting && running && seq.computed < seq.len,
             };
-            if !placed || seq.computed > seq.blocks.len() * self.pool.block_size() {
+            let room = seq.blocks.len() * self.pool.block_size();
+            if !placed || seq.computed > room || seq.settled > seq.computed || seq.len > seq.max_len
+            {
                 return Err(format!("{id:?} is misplaced: {seq:?}"));
             }
         }
@@ -380,124 +520,6 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Gives each running sequence the blocks of its known tokens, oldest first. Returns the one that
-    /// could not get them.
-    fn grow(&mut self, plan: &mut Plan) -> Option<RequestId> {
-        let mut after = None;
-        while let Some((arrival, id)) = next_after(&self.running, after) {
-            after = Some(arrival);
-            while let Some(seq) = self.seqs.get_mut(&id) {
-                let missing = self
-                    .pool
-                    .blocks_for(seq.len)
-                    .saturating_sub(seq.blocks.len());
-                if self.pool.allocate(&mut seq.blocks, missing) {
-                    break;
-                }
-                match self.running.last_key_value() {
-                    Some((&youngest, _)) if youngest > arrival => {
-                        plan.preempted.extend(self.preempt(youngest));
-                    }
-                    _ => return Some(id),
-                }
-            }
-        }
-        None
-    }
-
-    fn preempt(&mut self, arrival: u64) -> Option<RequestId> {
-        let id = self.running.remove(&arrival)?;
-        let seq = self.seqs.get_mut(&id)?;
-        self.pool.release(&seq.blocks);
-        seq.blocks.clear();
-        seq.computed = 0;
-        seq.state = State::Waiting;
-        self.waiting.insert(arrival, id);
-        self.preemptions += 1;
-        Some(id)
-    }
-
-    fn plan_running(&mut self, stalled: Option<RequestId>, budget: &mut usize, plan: &mut Plan) {
-        let mut singles = Vec::new();
-        let mut chunks = Vec::new();
-        for &id in self.running.values().filter(|&&id| Some(id) != stalled) {
-            match self.seqs.get(&id) {
-                Some(seq) if seq.len - seq.computed == 1 => {
-                    singles.push((seq.last_turn, seq.arrival, id))
-                }
-                Some(seq) if seq.len > seq.computed => chunks.push(id),
-                _ => {}
-            }
-        }
-        if singles.len() > *budget {
-            singles.sort_unstable();
-        }
-        for id in singles.into_iter().map(|(_, _, id)| id).chain(chunks) {
-            self.plan_work(id, budget, plan);
-        }
-    }
-
-    fn plan_work(&mut self, id: RequestId, budget: &mut usize, plan: &mut Plan) {
-        let Some(seq) = self.seqs.get_mut(&id).filter(|_| *budget > 0) else {
-            return;
-        };
-        let len = (seq.len - seq.computed).min(*budget);
-        let start = seq.computed;
-        seq.computed += len;
-        self.turns += 1;
-        seq.last_turn = self.turns;
-        *budget -= len;
-        plan.works.push(Work {
-            id,
-            start,
-            len,
-            last: seq.computed == seq.len,
-        });
-    }
-
-    fn admit(&mut self, budget: &mut usize, plan: &mut Plan) {
-        while let Some((arrival, id)) = self.next_admissible() {
-            let Some(seq) = self.seqs.get_mut(&id) else {
-                return;
-            };
-            if *budget == 0 && !seq.remote {
-                return;
-            }
-            let blocks = self.pool.blocks_for(seq.len);
-            if !self.pool.allocate(&mut seq.blocks, blocks) {
-                return;
-            }
-            self.waiting.remove(&arrival);
-            if seq.remote {
-                seq.state = State::Fetching;
-                self.fetching += 1;
-                let tokens = seq.len - 1;
-                let blocks = seq.blocks[..self.pool.blocks_for(tokens)].to_vec();
-                plan.fetches.push(Fetch { id, blocks, tokens });
-            } else {
-                seq.state = State::Running;
-                self.running.insert(arrival, id);
-                self.plan_work(id, budget, plan);
-            }
-        }
-    }
-
-    /// The head of the queue, if there is room for it.
-    fn next_admissible(&self) -> Option<(u64, RequestId)> {
-        let (&arrival, &id) = self.waiting.first_key_value()?;
-        let seq = self.seqs.get(&id)?;
-        let reserve = self.running();
-        let room = self.open_slots() > 0
-            && self.pool.blocks_for(seq.len).saturating_add(reserve) <= self.pool.available();
-        room.then_some((arrival, id))
-    }
-
-    fn missing_blocks(&self, seq: &Seq) -> usize {
-        self.pool
-            .blocks_for(seq.len)
-            .saturating_sub(seq.blocks.len())
-    }
-
     fn take(&mut self, id: RequestId) -> Option<Seq> {
         let seq = self.seqs.remove(&id)?;
         match seq.state {
@@ -507,12 +529,4 @@ impl Scheduler {
         }
         Some(seq)
     }
-}
-
-fn next_after(map: &BTreeMap<u64, RequestId>, after: Option<u64>) -> Option<(u64, RequestId)> {
-    let range = match after {
-        Some(key) => map.range(key + 1..),
-        None => map.range(..),
-    };
-    range.map(|(&arrival, &id)| (arrival, id)).next()
 }

@@ -2,8 +2,9 @@
 //! blocks at the time of the step. What a real model would get wrong - a stale, foreign or unfilled
 //! block, a wrong position, a block table that is not the sequence's - changes its output too.
 
-use crate::{ExecError, Executor, KvGeometry, SeqWork};
+use crate::{DraftWork, ExecError, Executor, KvGeometry, SeqWork};
 use serde_json::json;
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,6 +15,7 @@ use twinfer_text::{TextError, Tokenizer};
 
 /// Bytes of one row: token, position, check.
 const ROW: usize = 16;
+/// Layers of the model itself; the draft layer comes behind them.
 const LAYERS: usize = 2;
 /// Logit of the token that a script names; all others have 0.
 const NAMED: f32 = 10.0;
@@ -36,6 +38,9 @@ pub struct ScriptedShape {
     pub num_blocks: u32,
     /// Longest sequence, in tokens.
     pub max_context: usize,
+    /// With a draft layer. Its row at a position is of the token that follows, and it refuses to draft
+    /// where one of the rows before is not.
+    pub draft_layer: bool,
 }
 
 /// Names the next token from all tokens so far.
@@ -57,6 +62,9 @@ pub struct ScriptedExecutor {
     shape: ScriptedShape,
     arena: Arc<BlockArena>,
     next: Option<Arc<NextToken>>,
+    draft: Option<Arc<NextToken>>,
+    /// Start and tokens of each work of the last step.
+    last: Vec<(usize, usize)>,
     before_step: Option<Box<BeforeStep>>,
     steps: u64,
     progress: Arc<AtomicU64>,
@@ -70,6 +78,7 @@ impl Default for ScriptedShape {
             block_size: 4,
             num_blocks: 256,
             max_context: 1024,
+            draft_layer: false,
         }
     }
 }
@@ -82,13 +91,15 @@ impl ScriptedExecutor {
     pub fn new(shape: ScriptedShape) -> io::Result<Self> {
         let arena = Arc::new(BlockArena::new(
             shape.num_blocks,
-            LAYERS,
+            shape.layers(),
             shape.block_size * ROW,
         )?);
         Ok(Self {
             shape,
             arena,
             next: None,
+            draft: None,
+            last: Vec::new(),
             before_step: None,
             steps: 0,
             progress: Arc::default(),
@@ -102,6 +113,17 @@ impl ScriptedExecutor {
         next: impl Fn(&[TokenId]) -> TokenId + Send + Sync + 'static,
     ) -> Self {
         self.next = Some(Arc::new(next));
+        self
+    }
+
+    /// Makes the draft after some tokens the one that `draft` names; without, it is a token that the model
+    /// hardly ever draws. For a shape with a draft layer.
+    #[must_use]
+    pub fn with_drafts(
+        mut self,
+        draft: impl Fn(&[TokenId]) -> TokenId + Send + Sync + 'static,
+    ) -> Self {
+        self.draft = Some(Arc::new(draft));
         self
     }
 
@@ -132,6 +154,59 @@ impl ScriptedExecutor {
         }
     }
 
+    fn draft_one(&self, work: &DraftWork<'_>, drafts: &mut Vec<TokenId>) -> Result<(), ExecError> {
+        let refuse = |what: String| Err(ExecError::OutOfRange(format!("draft: {what}")));
+        let Some(&(start, len)) = self.last.get(work.work) else {
+            return refuse(format!("no work {}", work.work));
+        };
+        let (rows, size) = (work.rows.clone(), self.shape.block_size);
+        if rows.is_empty() || rows.end > len || rows.len() != work.next.len() {
+            return refuse(format!("rows {rows:?} of {len}"));
+        }
+        let (first, end) = (start + rows.start, start + rows.end);
+        let room = work.blocks.len() * size;
+        if end + work.count.saturating_sub(1) > room {
+            return refuse(format!("{} from {end} with room for {room}", work.count));
+        }
+        // Rows of further drafts, which are written over when their positions are settled.
+        let extra = work.count.saturating_sub(1);
+        let span = SeqWork {
+            tokens: &vec![0; end + extra - first],
+            start: first,
+            blocks: work.blocks,
+            logits_from: None,
+        };
+        let mut guards = Guards::take(&self.arena, &span, size)?;
+        let layer = LAYERS..LAYERS + 1;
+        for (position, &token) in (first..).zip(work.next) {
+            guards.write_row(layer.clone(), position, token, size);
+        }
+        if work.count == 0 {
+            return Ok(());
+        }
+        let (mut tokens, _) = guards.read_rows(0..1, end, size);
+        let (following, _) = guards.read_rows(layer.clone(), end, size);
+        if let Some(at) = (1..end).find(|&at| following[at - 1] != tokens[at]) {
+            return refuse(format!(
+                "the draft layer's row {} is of another token",
+                at - 1
+            ));
+        }
+        tokens.extend(work.next.last());
+        for at in 0..work.count {
+            let draft = match &self.draft {
+                Some(draft) => draft(&tokens),
+                None => (mix(tokens.len() as u64) % self.shape.vocab_size as u64) as TokenId,
+            };
+            if at > 0 {
+                guards.write_row(layer.clone(), end + at - 1, tokens[tokens.len() - 1], size);
+            }
+            tokens.push(draft);
+            drafts.push(draft);
+        }
+        Ok(())
+    }
+
     fn push_logits(&self, tokens: &[TokenId], digest: u64, logits: &mut Vec<f32>) {
         match &self.next {
             Some(next) => {
@@ -152,7 +227,7 @@ impl ScriptedExecutor {
 impl Executor for ScriptedExecutor {
     fn geometry(&self) -> KvGeometry {
         KvGeometry {
-            layers: LAYERS,
+            layers: self.shape.layers(),
             width: ROW / 4,
             value_bytes: 4,
             block_size: self.shape.block_size,
@@ -192,21 +267,45 @@ impl Executor for ScriptedExecutor {
         // All guards of the step at once, as the real executor has them: two sequences that write one
         // block are found.
         let mut guards = Vec::with_capacity(batch.len());
+        self.last.clear();
         for work in batch {
             self.check(work)?;
+            self.last.push((work.start, work.tokens.len()));
             guards.push(Guards::take(&self.arena, work, self.shape.block_size)?);
         }
         for (work, guards) in batch.iter().zip(&mut guards) {
             for (offset, &token) in work.tokens.iter().enumerate() {
-                guards.write_row(work.start + offset, token, self.shape.block_size);
+                let position = work.start + offset;
+                guards.write_row(0..LAYERS, position, token, self.shape.block_size);
             }
             for row in work.tokens.len() - work.logits_rows()..work.tokens.len() {
-                let (tokens, digest) =
-                    guards.read_rows(work.start + row + 1, self.shape.block_size);
+                let end = work.start + row + 1;
+                let (tokens, digest) = guards.read_rows(0..LAYERS, end, self.shape.block_size);
                 self.push_logits(&tokens, digest, logits);
             }
         }
         Ok(())
+    }
+
+    fn draft_layers(&self) -> usize {
+        usize::from(self.shape.draft_layer)
+    }
+
+    fn draft(
+        &mut self,
+        works: &[DraftWork<'_>],
+        drafts: &mut Vec<TokenId>,
+    ) -> Result<(), ExecError> {
+        drafts.clear();
+        works
+            .iter()
+            .try_for_each(|work| self.draft_one(work, drafts))
+    }
+}
+
+impl ScriptedShape {
+    fn layers(&self) -> usize {
+        LAYERS + usize::from(self.draft_layer)
     }
 }
 
@@ -218,7 +317,8 @@ impl fmt::Debug for ScriptedExecutor {
     }
 }
 
-/// Writes the rows of `tokens`, from position 0, as a [`ScriptedExecutor`] would: what a handoff brings.
+/// Writes the rows of all `tokens` but the last, from position 0, as a [`ScriptedExecutor`] would: what a
+/// handoff brings. The draft layer's rows, if the arena has that layer, need the token that follows.
 ///
 /// # Errors
 /// A block is in use or does not exist.
@@ -228,11 +328,15 @@ pub fn fill_kv(
     blocks: &[BlockId],
     tokens: &[TokenId],
 ) -> Result<(), BlockError> {
-    for (index, chunk) in tokens.chunks(block_size).enumerate() {
+    let filled = &tokens[..tokens.len().saturating_sub(1)];
+    for (index, chunk) in filled.chunks(block_size).enumerate() {
         let block = blocks.get(index).copied().unwrap_or(BlockId::MAX);
         let mut guard = arena.write(block)?;
         for (offset, &token) in chunk.iter().enumerate() {
-            write_row(&mut guard, offset, index * block_size + offset, token);
+            let position = index * block_size + offset;
+            write_row(&mut guard, 0..LAYERS, offset, position, token);
+            let next = tokens[position + 1];
+            write_row(&mut guard, LAYERS..LAYERS + 1, offset, position, next);
         }
     }
     Ok(())
@@ -329,20 +433,32 @@ impl<'a> Guards<'a> {
         })
     }
 
-    fn write_row(&mut self, position: usize, token: TokenId, block_size: usize) {
+    fn write_row(
+        &mut self,
+        layers: Range<usize>,
+        position: usize,
+        token: TokenId,
+        block_size: usize,
+    ) {
         let index = (position / block_size).checked_sub(self.read.len());
         if let Some(guard) = index.and_then(|index| self.write.get_mut(index)) {
-            write_row(guard, position % block_size, position, token);
+            write_row(guard, layers, position % block_size, position, token);
         }
     }
 
     /// Tokens at positions `0..end`, and a digest of all bytes of their rows.
-    fn read_rows(&self, end: usize, block_size: usize) -> (Vec<TokenId>, u64) {
+    fn read_rows(
+        &self,
+        layers: Range<usize>,
+        end: usize,
+        block_size: usize,
+    ) -> (Vec<TokenId>, u64) {
+        let first = layers.start;
         let mut tokens = Vec::with_capacity(end);
         let mut digest = 0;
         for position in 0..end {
             let index = position / block_size;
-            for layer in 0..LAYERS {
+            for layer in layers.clone() {
                 let unit = match index.checked_sub(self.read.len()) {
                     None => self.read[index].unit(layer),
                     Some(index) => self.write.get(index).and_then(|guard| guard.unit(layer)),
@@ -353,7 +469,7 @@ impl<'a> Guards<'a> {
                     let word = u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
                     digest = mix(digest ^ u64::from(word));
                 }
-                if layer == 0
+                if layer == first
                     && let Some(token) = row.first_chunk()
                 {
                     tokens.push(u32::from_le_bytes(*token));
@@ -364,8 +480,14 @@ impl<'a> Guards<'a> {
     }
 }
 
-fn write_row(guard: &mut BlockWrite<'_>, offset: usize, position: usize, token: TokenId) {
-    for layer in 0..LAYERS {
+fn write_row(
+    guard: &mut BlockWrite<'_>,
+    layers: Range<usize>,
+    offset: usize,
+    position: usize,
+    token: TokenId,
+) {
+    for layer in layers {
         let check = mix(mix(position as u64 ^ (layer as u64) << 56) ^ u64::from(token));
         let Some(row) = guard
             .unit_mut(layer)

@@ -37,9 +37,19 @@ impl IncrementalDetokenizer {
     /// # Errors
     /// [`TextError::UnknownToken`]; the state is unchanged then.
     pub fn push(&mut self, id: TokenId) -> Result<String, TextError> {
+        let mut piece = String::new();
+        self.push_into(id, &mut piece)?;
+        Ok(piece)
+    }
+
+    /// [`Self::push`] that adds the text to `out`.
+    ///
+    /// # Errors
+    /// As [`Self::push`].
+    pub fn push_into(&mut self, id: TokenId, out: &mut String) -> Result<(), TextError> {
         let bytes = self.tokenizer.token_bytes(id)?;
         if self.skip_special && self.tokenizer.is_special(id) {
-            return Ok(String::new());
+            return Ok(());
         }
         self.held.extend_from_slice(bytes);
         let tail = scan(&self.held);
@@ -47,17 +57,25 @@ impl IncrementalDetokenizer {
             Tail::Complete => 0,
             Tail::Incomplete { len, broken } => {
                 if !broken && self.held.len() - len <= MAX_HELD {
-                    return Ok(String::new());
+                    return Ok(());
                 }
                 len
             }
         };
-        Ok(self.emit(keep))
+        self.emit(keep, out);
+        Ok(())
     }
 
     /// Ends the text: what was held back, an incomplete character as U+FFFD.
     pub fn finish(&mut self) -> String {
-        self.emit(0)
+        let mut piece = String::new();
+        self.finish_into(&mut piece);
+        piece
+    }
+
+    /// [`Self::finish`] that adds the text to `out`.
+    pub fn finish_into(&mut self, out: &mut String) {
+        self.emit(0, out);
     }
 
     /// Bytes that wait for the rest of a character.
@@ -65,7 +83,7 @@ impl IncrementalDetokenizer {
         self.held.len()
     }
 
-    fn emit(&mut self, keep: usize) -> String {
+    fn emit(&mut self, keep: usize, out: &mut String) {
         let end = self.held.len() - keep;
         let mut text = &self.held[..end];
         while self.strip_left > 0 && !text.is_empty() {
@@ -77,9 +95,8 @@ impl IncrementalDetokenizer {
                 None => self.strip_left = 0,
             }
         }
-        let piece = String::from_utf8_lossy(text).into_owned();
+        out.push_str(&String::from_utf8_lossy(text));
         self.held.drain(..end);
-        piece
     }
 }
 

@@ -52,11 +52,15 @@ impl StopMatcher {
 
     /// Takes the next piece. After a hit every further piece is dropped.
     pub fn push(&mut self, piece: &str) -> StopStep {
+        let mut text = String::new();
+        let hit = self.push_into(piece, &mut text);
+        StopStep { text, hit }
+    }
+
+    /// [`Self::push`] that adds the text that may be shown to `out`, and returns the hit.
+    pub fn push_into(&mut self, piece: &str, out: &mut String) -> Option<usize> {
         if self.hit.is_some() {
-            return StopStep {
-                text: String::new(),
-                hit: self.hit,
-            };
+            return self.hit;
         }
         let before = self.held.len();
         self.held.push_str(piece);
@@ -71,36 +75,45 @@ impl StopMatcher {
                 let end = before + offset + 1;
                 let keep = if self.include { end } else { end - len };
                 self.hit = Some(index);
-                self.held.truncate(keep);
-                return StopStep {
-                    text: std::mem::take(&mut self.held),
-                    hit: self.hit,
-                };
+                out.push_str(&self.held[..keep]);
+                self.held.clear();
+                return self.hit;
             }
         }
         let hold = self.stops.iter().map(|s| s.state).max().unwrap_or(0);
-        let tail = self.held.split_off(self.held.len() - hold);
-        StopStep {
-            text: std::mem::replace(&mut self.held, tail),
-            hit: None,
-        }
+        let show = self.held.len() - hold;
+        out.push_str(&self.held[..show]);
+        self.held.drain(..show);
+        None
     }
 
     /// Takes a piece in which no stop string may end or begin (before `min_tokens` is reached).
     pub fn pass(&mut self, piece: &str) -> String {
+        let mut text = String::new();
+        self.pass_into(piece, &mut text);
+        text
+    }
+
+    /// [`Self::pass`] that adds the text to `out`.
+    pub fn pass_into(&mut self, piece: &str, out: &mut String) {
         for stop in &mut self.stops {
             stop.state = 0;
         }
-        let mut text = std::mem::take(&mut self.held);
+        self.finish_into(out);
         if self.hit.is_none() {
-            text.push_str(piece);
+            out.push_str(piece);
         }
-        text
     }
 
     /// Ends the text: what was held back and became no stop string.
     pub fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
+    }
+
+    /// [`Self::finish`] that adds the text to `out`.
+    pub fn finish_into(&mut self, out: &mut String) {
+        out.push_str(&self.held);
+        self.held.clear();
     }
 
     /// The stop string that was found.

@@ -113,6 +113,7 @@ impl SamplingDefaults {
             stop_token_ids: options.stop_token_ids.clone(),
             include_stop_str_in_output: options.include_stop_str_in_output,
             logprobs,
+            prompt_logprobs: None,
             skip_special_tokens: options.skip_special_tokens,
         }
     }

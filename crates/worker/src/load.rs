@@ -70,6 +70,8 @@ pub(crate) fn warm_up(model: Model, limits: EngineConfig) -> Result<WarmEngine, 
         },
         kv: KvSource::Compute,
         hold_kv: false,
+        cache_salt: None,
+        leader: None,
     };
     generate(&mut engine, vec![request], 1, |_| {})
         .map_err(|e| ServeError::Model(format!("the warm-up request failed: {e}")))?;

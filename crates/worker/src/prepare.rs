@@ -281,6 +281,8 @@ fn finish(
                         KvSource::Compute
                     },
                     hold_kv: matches!(leg, Leg::Prefill),
+                    cache_salt: None,
+                    leader: None,
                 },
                 claim: claim.clone(),
             });

@@ -116,6 +116,7 @@ impl Settings {
             max_num_seqs: config.max_num_seqs,
             max_num_batched_tokens: config.max_num_batched_tokens,
             max_waiting: config.max_waiting,
+            ..EngineConfig::default()
         }
     }
 }

@@ -105,6 +105,7 @@ fn engine(config: &GenerateConfig, tokenizer: &Arc<Tokenizer>) -> Result<Engine,
         max_num_seqs: config.max_num_seqs,
         max_num_batched_tokens: config.max_num_batched_tokens,
         max_waiting: config.max_num_seqs,
+        ..EngineConfig::default()
     };
     Engine::new(
         limits,

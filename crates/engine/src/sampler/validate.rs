@@ -54,6 +54,7 @@ impl SamplingParams {
             stop_token_ids: Vec::new(),
             include_stop_str_in_output: false,
             logprobs: None,
+            prompt_logprobs: None,
             skip_special_tokens: true,
         }
     }
@@ -91,19 +92,22 @@ impl SamplingParams {
             -2.0..=2.0,
             "-2 to 2",
         )?;
-        if self.max_tokens == 0 {
-            return Err(refuse("max_tokens", 0, "at least 1"));
+        if self.max_tokens == 0 && self.prompt_logprobs.is_none() {
+            let allowed = "numbers from 1, or 0 with log-probabilities of the prompt";
+            return Err(refuse("max_tokens", 0, allowed));
         }
         if self.min_tokens > self.max_tokens {
             let allowed = format!("0 to max_tokens, which is {}", self.max_tokens);
             return Err(refuse("min_tokens", self.min_tokens, &allowed));
         }
-        if let Some(k) = self.logprobs.filter(|&k| k > limits.max_logprobs) {
-            return Err(refuse(
-                "logprobs",
-                k,
-                &format!("0 to {}", limits.max_logprobs),
-            ));
+        for (field, k) in [
+            ("logprobs", self.logprobs),
+            ("prompt_logprobs", self.prompt_logprobs),
+        ] {
+            if let Some(k) = k.filter(|&k| k > limits.max_logprobs) {
+                let allowed = format!("0 to {}", limits.max_logprobs);
+                return Err(refuse(field, k, &allowed));
+            }
         }
         self.validate_ids(vocab, limits)?;
         self.validate_stops(limits)
@@ -190,7 +194,9 @@ pub fn check_prompt(prompt: &[TokenId], vocab: usize) -> Result<(), ApiError> {
 /// else `max_tokens`.
 pub fn check_length(prompt_len: usize, max_tokens: u32, max_len: u32) -> Result<(), ApiError> {
     let room = (max_len as usize).saturating_sub(prompt_len);
-    let (param, message) = if room == 0 {
+    // Nothing to generate: the prompt may fill the context.
+    let scored_only = max_tokens == 0 && prompt_len <= max_len as usize;
+    let (param, message) = if room == 0 && !scored_only {
         let message = format!(
             "the prompt has {prompt_len} tokens; the context is {max_len} tokens, prompt and output \
              together, so a prompt may have at most {}",

@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 use twinfer_engine::testing::{ScriptedExecutor, ScriptedShape, byte_tokenizer, fill_kv};
 use twinfer_engine::{
     Engine, EngineConfig, Event, Finish, KvOutcome, KvSource, OutputToken, Request, RequestId,
-    SamplingParams,
+    SamplingParams, TokenLogprobs,
 };
 use twinfer_protocol::{BlockId, TokenId};
 use twinfer_text::Tokenizer;
@@ -15,6 +15,7 @@ pub(crate) const BLOCK: usize = 4;
 /// What came out of one request.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Got {
+    pub(crate) prompt_logprobs: Vec<TokenLogprobs>,
     pub(crate) tokens: Vec<OutputToken>,
     pub(crate) text: String,
     pub(crate) finish: Option<Finish>,
@@ -42,6 +43,7 @@ pub(crate) fn roomy() -> EngineConfig {
         max_num_seqs: 64,
         max_num_batched_tokens: 512,
         max_waiting: 1024,
+        ..EngineConfig::default()
     }
 }
 
@@ -80,6 +82,8 @@ pub(crate) fn request(id: u64, prompt: Arc<[TokenId]>, params: SamplingParams) -
         params,
         kv: KvSource::Compute,
         hold_kv: false,
+        cache_salt: None,
+        leader: None,
     }
 }
 
@@ -118,6 +122,10 @@ impl Got {
             self.tokens, other.tokens,
             "{what}: tokens or log-probabilities"
         );
+        assert_eq!(
+            self.prompt_logprobs, other.prompt_logprobs,
+            "{what}: log-probabilities of the prompt"
+        );
         assert_eq!(self.text, other.text, "{what}: text");
         let reason = |got: &Got| {
             got.finish
@@ -154,6 +162,7 @@ impl Bench {
         match event {
             Event::Output {
                 id,
+                prompt_logprobs,
                 tokens,
                 text,
                 finish,
@@ -164,6 +173,7 @@ impl Bench {
                     "request {} goes on after its end",
                     id.0
                 );
+                got.prompt_logprobs.extend(prompt_logprobs);
                 got.tokens.extend(tokens);
                 got.text.push_str(&text);
                 if finish.is_some() {
@@ -196,7 +206,7 @@ impl Bench {
             self.engine.arena(),
             BLOCK,
             &blocks,
-            &prompt[..tokens as usize],
+            &prompt[..tokens as usize + 1],
         )
         .unwrap();
         self.engine.kv_loaded(RequestId(id), KvOutcome::Loaded);

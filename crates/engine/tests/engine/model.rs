@@ -130,6 +130,7 @@ fn the_demo_model_gives_the_same_bits_after_a_handoff() {
     }
     let result = Generated {
         id: RequestId(3),
+        prompt_logprobs: Vec::new(),
         tokens,
         text: String::new(),
         finish: prefill.got[&3].finish.clone().unwrap(),

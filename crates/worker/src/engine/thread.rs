@@ -250,6 +250,7 @@ impl EngineThread {
                 tokens,
                 text,
                 finish,
+                ..
             } => {
                 let held = finish
                     .as_ref()

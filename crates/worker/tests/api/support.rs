@@ -172,6 +172,7 @@ pub(crate) fn model(
         block_size: config.block_size as usize,
         num_blocks,
         max_context: CONTEXT,
+        draft_layer: false,
     };
     let mut executor = ScriptedExecutor::new(shape).unwrap().with_script(script);
     if let Some(mut before) = before_step {

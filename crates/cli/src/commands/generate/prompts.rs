@@ -117,6 +117,7 @@ impl Source<'_> {
                 self.prompts(line).map_err(wrong)?.into_iter().enumerate()
             {
                 let choices = common.map_or(1, |common| common.n);
+                let leader = (choices > 1).then_some(RequestId(requests.len() as u64));
                 for choice in 0..choices {
                     let params = self.params(common, prompt.len(), choice);
                     self.check(&prompt, &params).map_err(wrong)?;
@@ -132,6 +133,8 @@ impl Source<'_> {
                         params,
                         kv: KvSource::Compute,
                         hold_kv: false,
+                        cache_salt: None,
+                        leader,
                     });
                 }
             }
@@ -216,6 +219,7 @@ impl Source<'_> {
             stop_token_ids: own.stop_token_ids.clone(),
             include_stop_str_in_output: own.include_stop_str_in_output,
             logprobs: common.and_then(|common| common.logprobs),
+            prompt_logprobs: None,
             skip_special_tokens: own.skip_special_tokens,
         }
     }
