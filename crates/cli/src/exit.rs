@@ -14,7 +14,7 @@ pub(crate) enum Code {
     Usage = 2,
     /// A file is wrong: deployment, model, key.
     Config = 64,
-    /// A port is in use, or a peer cannot be reached.
+    /// A port is in use, too few files may be open, or a peer cannot be reached.
     Unavailable = 69,
     /// A bug.
     Internal = 70,
@@ -27,7 +27,7 @@ Exit codes:
   1   failed: an instance ended, an answer was wrong, a step could not be computed
   2   wrong arguments
   64  wrong configuration: deployment file, model directory, key file, address or limit
-  69  unavailable: a port is in use, a peer cannot be reached
+  69  unavailable: a port is in use, too few files may be open (ulimit -n), a peer cannot be reached
   70  internal error; please report it";
 
 /// A failure on its way to standard error and the exit code.

@@ -95,27 +95,6 @@ where
     Ok(first.unwrap_or_else(|| rest.freeze()))
 }
 
-/// Reads a JSON object; the raw bytes come with it, for those who pass them on.
-///
-/// # Errors
-/// Those of [`check_content_type`], [`read_body`] and [`parse_json`].
-pub async fn read_json<T, B>(
-    headers: &HeaderMap,
-    body: B,
-    limit: u64,
-    timeout: Duration,
-) -> Result<(T, Bytes), ApiError>
-where
-    T: DeserializeOwned,
-    B: Body<Data = Bytes>,
-    B::Error: Into<BoxError>,
-{
-    check_content_type(headers)?;
-    let bytes = read_body(headers, body, limit, timeout).await?;
-    let value = parse_json(&bytes)?;
-    Ok((value, bytes))
-}
-
 /// Parses a JSON object.
 ///
 /// # Errors

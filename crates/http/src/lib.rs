@@ -2,7 +2,6 @@
 //! responses and as events, server-sent events in both directions, a client for peers, metrics.
 #![forbid(unsafe_code)]
 
-mod body;
 mod client;
 mod connect;
 mod drain;
@@ -15,17 +14,15 @@ mod secret;
 mod serve;
 pub mod sse;
 
-pub use body::{BodyEnd, CancelGuard, TrackedBody};
 pub use client::{ClientOptions, PeerClient, TransportError, collect_body, next_chunk};
 pub use connect::connect;
 pub use drain::{Drain, DrainEnd, DrainState, InFlight};
 pub use endpoint::{AddressError, Endpoint, Host, HostPort};
 pub use error::{HttpError, error_response, with_fallbacks};
-pub use json::{check_content_type, parse_json, read_body, read_json};
+pub use json::{check_content_type, parse_json, read_body};
 pub use listen::{BindError, Listener};
 pub use metrics::{
-    GaugeGuard, METRICS_CONTENT_TYPE, Metrics, SECONDS_INTER_TOKEN, SECONDS_REQUEST, SECONDS_TTFT,
-    TOKENS,
+    METRICS_CONTENT_TYPE, Metrics, SECONDS_INTER_TOKEN, SECONDS_REQUEST, SECONDS_TTFT, TOKENS,
 };
 pub use prometheus_client::metrics::{
     counter::Counter, family::Family, gauge::Gauge, histogram::Histogram,

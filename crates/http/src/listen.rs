@@ -2,10 +2,14 @@ use crate::HostPort;
 use socket2::{Domain, Protocol, Socket, Type};
 use std::io;
 use std::net::SocketAddr;
+use std::time::Duration;
 use tokio::net::{TcpListener, lookup_host};
+use tokio::time::timeout;
 
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 1024;
+/// To resolve the own name.
+const LOOKUP: Duration = Duration::from_secs(10);
 
 /// A listening socket.
 #[derive(Debug)]
@@ -54,7 +58,12 @@ impl Listener {
             .strip_prefix('[')
             .and_then(|h| h.strip_suffix(']'))
             .unwrap_or(host);
-        let mut addrs = lookup_host((bare, port)).await.map_err(other)?;
+        let late = |_| {
+            let why = format!("the name was not resolved within {} s", LOOKUP.as_secs());
+            other(io::Error::new(io::ErrorKind::TimedOut, why))
+        };
+        let found = timeout(LOOKUP, lookup_host((bare, port))).await;
+        let mut addrs = found.map_err(late)?.map_err(other)?;
         let addr = addrs
             .next()
             .ok_or_else(|| other(io::Error::other("the name has no address")))?;

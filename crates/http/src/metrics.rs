@@ -38,10 +38,6 @@ pub const TOKENS: [f64; 16] = [
 #[derive(Clone, Default)]
 pub struct Metrics(Arc<RwLock<Registry>>);
 
-/// Adds one to a gauge until dropped.
-#[derive(Debug)]
-pub struct GaugeGuard(Gauge);
-
 impl Metrics {
     /// An empty registry.
     pub fn new() -> Self {
@@ -141,19 +137,5 @@ impl Metrics {
 impl fmt::Debug for Metrics {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Metrics").finish_non_exhaustive()
-    }
-}
-
-impl GaugeGuard {
-    /// Counts one up.
-    pub fn new(gauge: &Gauge) -> Self {
-        gauge.inc();
-        Self(gauge.clone())
-    }
-}
-
-impl Drop for GaugeGuard {
-    fn drop(&mut self) {
-        self.0.dec();
     }
 }

@@ -18,7 +18,7 @@ use std::time::Duration;
 use tokio::net::TcpStream;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::WaitForCancellationFutureOwned;
 use tower::{Service, ServiceExt};
 
@@ -26,6 +26,8 @@ use tower::{Service, ServiceExt};
 const CLOSE: Duration = Duration::from_millis(500);
 /// Pause after a failed accept (no descriptors left).
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// Failed accepts are told together, once in this time.
+const ACCEPT_TOLD: Duration = Duration::from_secs(1);
 
 /// Limits of a listener.
 #[derive(Clone, Copy, Debug)]
@@ -87,6 +89,7 @@ where
     ));
     let mut connections = JoinSet::new();
     let mut closed = pin!(drain.reached(DrainState::Closed));
+    let (mut failures, mut told) = (0u32, None);
     loop {
         let accepted = async {
             let slot = Arc::clone(&slots).acquire_owned().await;
@@ -106,7 +109,11 @@ where
                     });
                 }
                 Err(error) => {
-                    tracing::warn!(%error, addr = %listener.addr(), "accept failed");
+                    failures += 1;
+                    if told.is_none_or(|told: Instant| told.elapsed() >= ACCEPT_TOLD) {
+                        tracing::warn!(%error, addr = %listener.addr(), failures, "accept failed");
+                        (failures, told) = (0, Some(Instant::now()));
+                    }
                     sleep(ACCEPT_PAUSE).await;
                 }
             },

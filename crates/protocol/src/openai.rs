@@ -8,7 +8,7 @@ mod request;
 mod response;
 mod sampling;
 
-pub use fields::{Fields, shown};
+pub use fields::{Fields, Pairs, cut_object, shown};
 pub use prompt::{MAX_PROMPTS, Prompt};
 pub use request::{
     ChatRequest, Common, CompletionRequest, MAX_N, Role as MessageRole, kv_transfer_params,

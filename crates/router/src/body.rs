@@ -2,20 +2,14 @@
 //! nobody edits reach the instances byte for byte.
 
 use bytes::{BufMut, Bytes, BytesMut};
-use serde::Deserializer as _;
-use serde::de::{Error as _, IgnoredAny, MapAccess, Visitor};
-use serde_json::value::RawValue;
+use serde::de::IgnoredAny;
 use std::borrow::Cow;
-use std::fmt;
 use std::ops::Range;
+use twinfer_protocol::openai::cut_object;
 use twinfer_protocol::{ApiError, ErrorKind};
 
-/// Most keys at the top level; a bound on memory far above what any client sends.
-const MAX_KEYS: usize = 1024;
 /// Deepest nesting. Instances written in Python give up at about a thousand.
 const MAX_DEPTH: usize = 256;
-/// Longest part of a key that a message repeats, in characters.
-const SHOWN: usize = 64;
 
 /// `kv_transfer_params` of the prefill leg: the receiver keeps the KV; nothing is known of a remote.
 const PREFILL_PARAMS: &str = r#"{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}"#;
@@ -45,45 +39,26 @@ impl JsonObject {
     /// Cuts a body.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidRequest`]: empty, not UTF-8, not JSON, not an object, a key twice, too many
-    /// keys, nested too deep.
+    /// [`ErrorKind::InvalidRequest`]: those of [`cut_object`], or nested too deep.
     pub(crate) fn parse(bytes: Bytes) -> Result<Self, ApiError> {
-        let bad = |message: String| ApiError::new(ErrorKind::InvalidRequest, message);
-        if bytes.iter().all(u8::is_ascii_whitespace) {
-            return Err(bad(
-                "the body is empty; a JSON object is expected".to_owned()
+        let start = bytes.as_ptr() as usize;
+        let fields = cut_object(&bytes)?
+            .into_iter()
+            .map(|(key, raw)| {
+                let from = raw.get().as_ptr() as usize - start;
+                Field {
+                    key: key.into_owned(),
+                    value: from..from + raw.get().len(),
+                }
+            })
+            .collect();
+        if nested_deeper_than(MAX_DEPTH, &bytes) {
+            return Err(ApiError::new(
+                ErrorKind::InvalidRequest,
+                format!("the body is nested deeper than {MAX_DEPTH} levels"),
             ));
         }
-        let text = std::str::from_utf8(&bytes)
-            .map_err(|e| bad(format!("the body is not UTF-8 (byte {})", e.valid_up_to())))?;
-        let fields = Self::cut(text).map_err(|e| match e.classify() {
-            serde_json::error::Category::Data => bad(format!("the body is refused: {e}")),
-            _ => bad(format!("the body is not valid JSON: {e}")),
-        })?;
-        if nested_deeper_than(MAX_DEPTH, &bytes) {
-            return Err(bad(format!(
-                "the body is nested deeper than {MAX_DEPTH} levels"
-            )));
-        }
         Ok(Self { bytes, fields })
-    }
-
-    fn cut(text: &str) -> Result<Vec<Field>, serde_json::Error> {
-        let mut reader = serde_json::Deserializer::from_str(text);
-        let pairs = reader.deserialize_map(PairsVisitor)?;
-        reader.end()?;
-        let start = text.as_ptr() as usize;
-        let place = |value: &str| {
-            let from = value.as_ptr() as usize - start;
-            from..from + value.len()
-        };
-        Ok(pairs
-            .into_iter()
-            .map(|(key, raw)| Field {
-                key: key.into_owned(),
-                value: place(raw.get()),
-            })
-            .collect())
     }
 
     /// A value as it came.
@@ -210,36 +185,6 @@ fn put_field(out: &mut BytesMut, key: &str, value: &[u8]) {
     out.put_u8(b':');
     out.put_slice(value);
 }
-
-struct PairsVisitor;
-
-impl<'de> Visitor<'de> for PairsVisitor {
-    type Value = Vec<(Cow<'de, str>, &'de RawValue)>;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a JSON object")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let mut pairs: Self::Value = Vec::with_capacity(16);
-        while let Some(Key(key)) = map.next_key()? {
-            if pairs.len() == MAX_KEYS {
-                return Err(A::Error::custom(format!("more than {MAX_KEYS} keys")));
-            }
-            if pairs.iter().any(|(other, _)| *other == key) {
-                let shown: String = key.chars().take(SHOWN).collect();
-                return Err(A::Error::custom(format!("key {shown:?} appears twice")));
-            }
-            pairs.push((key, map.next_value()?));
-        }
-        Ok(pairs)
-    }
-}
-
-/// A key, borrowed where it has no escapes.
-#[derive(serde::Deserialize)]
-#[serde(transparent)]
-struct Key<'a>(#[serde(borrow)] Cow<'a, str>);
 
 /// Looks at brackets outside of strings; the text is valid JSON.
 fn nested_deeper_than(limit: usize, text: &[u8]) -> bool {

@@ -1,6 +1,7 @@
 //! Runtimes and signals.
 
 use crate::exit::{Code, Failure};
+use rustix::process::{Resource, getrlimit, setrlimit};
 use std::time::Duration;
 use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -55,6 +56,43 @@ impl StopSignals {
             stop.send_modify(|count| *count += 1);
         }
     }
+}
+
+/// Descriptors of a process beside its connections: files, sockets, event queues.
+const OWN_DESCRIPTORS: u64 = 128;
+
+/// Raises the limit of open files (`ulimit -n`) to what `connections` take, as far as the system lets
+/// it; what serves almost nobody does not start.
+pub(crate) fn make_room(connections: u64) -> Result<(), Failure> {
+    let needed = connections.saturating_add(OWN_DESCRIPTORS);
+    let mut limit = getrlimit(Resource::Nofile);
+    // None is no limit.
+    let enough = |limit: Option<u64>| limit.is_none_or(|limit| limit >= needed);
+    if enough(limit.current) {
+        return Ok(());
+    }
+    let raised = match limit.maximum {
+        Some(most) => most.min(needed),
+        None => needed,
+    };
+    limit.current = Some(raised);
+    let refused = setrlimit(Resource::Nofile, limit).is_err();
+    let have = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    if have < OWN_DESCRIPTORS {
+        return Err(Failure::new(
+            Code::Unavailable,
+            format!(
+                "{have} files may be open (ulimit -n); at least {OWN_DESCRIPTORS} are needed, {needed} for all connections \
+                 that the flags allow"
+            ),
+        ));
+    }
+    if refused || have < needed {
+        tracing::warn!(
+            "{have} files may be open (ulimit -n); {needed} are needed for all connections that the flags allow"
+        );
+    }
+    Ok(())
 }
 
 /// Threads for HTTP; computing has threads of its own.

@@ -28,6 +28,7 @@ pub(crate) fn run(args: ServeArgs) -> Outcome {
         on_ready: Box::new(move |_| bar.finish()),
         signals: true,
     };
+    runtime::make_room(u64::from(config.max_num_seqs) + u64::from(config.max_waiting))?;
     let runtime = runtime::several()?;
     let served = runtime.block_on(twinfer_worker::serve(config, Drain::new(), hooks));
     // A failure's message must not stand beside a bar.

@@ -2,7 +2,7 @@ use crate::{Running, get, model, post_with_key, run, stderr, twinfer, until};
 use rustix::process::Signal;
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 const SOON: Duration = Duration::from_secs(30);
@@ -275,4 +275,25 @@ fn children(parent: u32) -> Vec<u32> {
         .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
         .filter(of_parent)
         .collect()
+}
+
+#[test]
+fn too_few_files_are_told_with_the_number_that_is_needed() {
+    let binary = env!("CARGO_BIN_EXE_twinfer");
+    for command in [
+        format!("{binary} router --worker http://127.0.0.1:9 --port 21887 --max-inflight 10"),
+        format!("{binary} serve {} --port 21887", model().display()),
+    ] {
+        let mut shell = Command::new("sh");
+        shell
+            .args(["-c", &format!("ulimit -n 60; exec {command}")])
+            .stdin(Stdio::null());
+        let output = run(&mut shell);
+        assert_eq!(output.status.code(), Some(69), "{output:?}");
+        let text = stderr(&output);
+        assert!(
+            text.contains("60 files may be open (ulimit -n); at least 128 are needed"),
+            "{text}"
+        );
+    }
 }

@@ -1,17 +1,18 @@
 use crate::support::{LONG, Server, get, post};
+use crate::tracked::{BodyEnd, CancelGuard, TrackedBody};
 use axum::Router;
 use axum::body::Body;
 use axum::extract::Request;
 use axum::response::Response;
 use axum::routing;
 use bytes::Bytes;
-use http_body_util::{BodyExt, StreamBody};
+use http_body_util::StreamBody;
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
-use twinfer_http::{BodyEnd, CancelGuard, Drain, ServeOptions, TrackedBody, read_body, sse};
+use twinfer_http::{Drain, ServeOptions, read_body, sse};
 
 /// An event stream fed by a channel.
 fn stream(mut events: mpsc::Receiver<Bytes>) -> Body {
@@ -157,13 +158,4 @@ async fn a_source_that_fails_is_reported_and_breaks_the_answer_off() {
         timeout(LONG, end.recv()).await.unwrap(),
         Some(BodyEnd::Failed)
     );
-}
-
-#[tokio::test]
-async fn a_disarmed_guard_is_silent() {
-    CancelGuard::new(|| panic!("must not run")).disarm();
-    let body = TrackedBody::new(http_body_util::Full::new(Bytes::from_static(b"x")), |end| {
-        assert_eq!(end, BodyEnd::Complete)
-    });
-    assert_eq!(body.collect().await.unwrap().to_bytes(), "x");
 }

@@ -1,4 +1,5 @@
 use crate::support::{LONG, Server};
+use crate::tracked::{BodyEnd, CancelGuard, TrackedBody};
 use axum::Router;
 use axum::body::Body;
 use axum::routing;
@@ -13,8 +14,7 @@ use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 use twinfer_http::{
-    BodyEnd, CancelGuard, ClientOptions, Endpoint, PeerClient, ServeOptions, TrackedBody,
-    TransportError, collect_body, next_chunk,
+    ClientOptions, Endpoint, PeerClient, ServeOptions, TransportError, collect_body, next_chunk,
 };
 
 fn endpoint(addr: SocketAddr) -> Endpoint {

@@ -12,5 +12,6 @@ mod server;
 mod sse;
 #[cfg(test)]
 mod support;
+mod tracked;
 #[cfg(test)]
 mod values;

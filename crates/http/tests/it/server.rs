@@ -7,7 +7,10 @@ use axum::routing;
 use serde_json::{Map, Value};
 use std::time::Duration;
 use tokio::io::AsyncWriteExt;
-use twinfer_http::{BindError, ClientAddr, HttpError, Listener, ServeOptions, read_json};
+use twinfer_http::{
+    BindError, ClientAddr, HttpError, Listener, ServeOptions, check_content_type, parse_json,
+    read_body,
+};
 
 const LIMIT: u64 = 1000;
 
@@ -22,9 +25,9 @@ fn options() -> ServeOptions {
 
 async fn echo(request: Request) -> Result<Response, HttpError> {
     let (parts, body) = request.into_parts();
-    let (_, raw) =
-        read_json::<Map<String, Value>, _>(&parts.headers, body, LIMIT, Duration::from_millis(300))
-            .await?;
+    check_content_type(&parts.headers)?;
+    let raw = read_body(&parts.headers, body, LIMIT, Duration::from_millis(300)).await?;
+    parse_json::<Map<String, Value>>(&raw)?;
     Ok(Response::new(Body::from(raw)))
 }
 

@@ -3,8 +3,8 @@ use http::header::AUTHORIZATION;
 use proptest::prelude::*;
 use std::os::unix::fs::PermissionsExt;
 use twinfer_http::{
-    Endpoint, GaugeGuard, Host, HostPort, METRICS_CONTENT_TYPE, Metrics, SECONDS_INTER_TOKEN,
-    SECONDS_REQUEST, SECONDS_TTFT, Secret, SecretError, TOKENS, check_bearer, error_response,
+    Endpoint, Host, HostPort, METRICS_CONTENT_TYPE, Metrics, SECONDS_INTER_TOKEN, SECONDS_REQUEST,
+    SECONDS_TTFT, Secret, SecretError, TOKENS, check_bearer, error_response,
 };
 use twinfer_protocol::{ApiError, ErrorKind};
 
@@ -260,7 +260,7 @@ fn metrics_are_written_in_the_classic_text_format() {
     let running = metrics.gauge("vllm:num_requests_running", "Running");
     let ttft = metrics.histogram("vllm:time_to_first_token_seconds", "TTFT", &[0.5, 1.0]);
     let errors = metrics.counters::<Labels>("twinfer_errors", "Errors by code");
-    let guard = GaugeGuard::new(&running);
+    running.inc();
     ttft.observe(0.7);
     errors.get_or_create(&Labels { code: "timeout" }).inc();
     let text = metrics.clone().encode();
@@ -275,7 +275,7 @@ fn metrics_are_written_in_the_classic_text_format() {
     ] {
         assert!(text.lines().any(|l| l == line), "{line} is not in\n{text}");
     }
-    drop(guard);
+    running.dec();
     assert!(metrics.encode().contains("vllm:num_requests_running 0\n"));
     assert!(METRICS_CONTENT_TYPE.contains("0.0.4"));
     for buckets in [

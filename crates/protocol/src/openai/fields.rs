@@ -19,7 +19,10 @@ pub struct Fields<'a> {
     values: HashMap<Cow<'a, str>, &'a RawValue>,
 }
 
-struct KeysVisitor;
+/// Keys and values of a JSON object in their order, each value as it came.
+pub type Pairs<'a> = Vec<(Cow<'a, str>, &'a RawValue)>;
+
+struct PairsVisitor;
 struct KeySeed;
 struct ListVisitor<'n, T> {
     name: &'n str,
@@ -27,24 +30,40 @@ struct ListVisitor<'n, T> {
     read: fn(&RawValue, &str) -> Result<T, ApiError>,
 }
 
+/// Cuts the top level of a body; the values are not interpreted.
+///
+/// # Errors
+/// [`ErrorKind::InvalidRequest`]: empty, not UTF-8, not JSON, not an object, a key twice, more than 1024
+/// keys.
+pub fn cut_object(body: &[u8]) -> Result<Pairs<'_>, ApiError> {
+    let bad = |message: String| ApiError::new(ErrorKind::InvalidRequest, message);
+    if body.iter().all(u8::is_ascii_whitespace) {
+        return Err(bad("the body is empty; a JSON object is expected".into()));
+    }
+    let text = std::str::from_utf8(body)
+        .map_err(|e| bad(format!("the body is not UTF-8 (byte {})", e.valid_up_to())))?;
+    pairs(text).map_err(|e| match e.classify() {
+        serde_json::error::Category::Data => bad(format!("the body is refused: {e}")),
+        _ => bad(format!("the body is not valid JSON: {e}")),
+    })
+}
+
+fn pairs(text: &str) -> Result<Pairs<'_>, serde_json::Error> {
+    let mut de = serde_json::Deserializer::from_str(text);
+    let pairs = serde::Deserializer::deserialize_map(&mut de, PairsVisitor)?;
+    de.end()?;
+    Ok(pairs)
+}
+
 impl<'a> Fields<'a> {
-    /// Splits a body. Errors: empty, not UTF-8, not JSON, not an object, a key twice, too many keys.
+    /// Splits a body. Errors: those of [`cut_object`].
     pub fn parse(body: &'a [u8]) -> Result<Self, ApiError> {
-        let bad = |message: String| ApiError::new(ErrorKind::InvalidRequest, message);
-        if body.iter().all(u8::is_ascii_whitespace) {
-            return Err(bad("the body is empty; a JSON object is expected".into()));
-        }
-        let text = std::str::from_utf8(body)
-            .map_err(|e| bad(format!("the body is not UTF-8 (byte {})", e.valid_up_to())))?;
-        Self::of(text).map_err(|e| match e.classify() {
-            serde_json::error::Category::Data => bad(format!("the body is refused: {e}")),
-            _ => bad(format!("the body is not valid JSON: {e}")),
-        })
+        Ok(Self::of(cut_object(body)?))
     }
 
     /// Splits a nested object, the value of field `name`.
     pub fn nested(raw: &'a RawValue, name: &str) -> Result<Self, ApiError> {
-        Self::of(raw.get()).map_err(|e| {
+        pairs(raw.get()).map(Self::of).map_err(|e| {
             ApiError::invalid(
                 name,
                 format!("{name} is {}; an object is expected: {e}", shown(raw.get())),
@@ -52,11 +71,10 @@ impl<'a> Fields<'a> {
         })
     }
 
-    fn of(text: &'a str) -> Result<Self, serde_json::Error> {
-        let mut de = serde_json::Deserializer::from_str(text);
-        let values = serde::Deserializer::deserialize_map(&mut de, KeysVisitor)?;
-        de.end()?;
-        Ok(Self { values })
+    fn of(pairs: Pairs<'a>) -> Self {
+        Self {
+            values: pairs.into_iter().collect(),
+        }
     }
 
     /// The value of a field as it came; none if absent or null.
@@ -225,29 +243,28 @@ pub(super) fn list<T>(
     })?
 }
 
-impl<'de> Visitor<'de> for KeysVisitor {
-    type Value = HashMap<Cow<'de, str>, &'de RawValue>;
+impl<'de> Visitor<'de> for PairsVisitor {
+    type Value = Pairs<'de>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a JSON object")
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let mut values = HashMap::new();
+        let mut pairs: Pairs<'de> = Vec::with_capacity(16);
         while let Some(key) = map.next_key_seed(KeySeed)? {
-            if values.len() == MAX_KEYS {
+            if pairs.len() == MAX_KEYS {
                 return Err(A::Error::custom(format!("more than {MAX_KEYS} keys")));
             }
-            if values.contains_key(&key) {
+            if pairs.iter().any(|(other, _)| *other == key) {
                 return Err(A::Error::custom(format!(
                     "key {:?} appears twice",
                     shown(&key)
                 )));
             }
-            let value: &'de RawValue = map.next_value()?;
-            values.insert(key, value);
+            pairs.push((key, map.next_value()?));
         }
-        Ok(values)
+        Ok(pairs)
     }
 }
 

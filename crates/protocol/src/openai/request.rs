@@ -312,7 +312,35 @@ impl Role {
 /// `kv_transfer_params` alone: they must be known even where the rest of a request is refused, so that
 /// the KV they name is released.
 pub fn kv_transfer_params(fields: &Fields<'_>) -> Result<Option<KvTransferParams>, ApiError> {
-    fields.read("kv_transfer_params", "an object of handoff parameters")
+    const NAME: &str = "kv_transfer_params";
+    let Some(raw) = fields.raw(NAME) else {
+        return Ok(None);
+    };
+    if let Ok(params) = serde_json::from_str(raw.get()) {
+        return Ok(Some(params));
+    }
+    // It is wrong somewhere: look for the field.
+    let within = |e: ApiError| {
+        let param = format!("{NAME}.{}", e.param.unwrap_or_default());
+        ApiError::invalid(param, format!("{NAME}.{}", e.message))
+    };
+    let inner = Fields::nested(raw, NAME)?;
+    for name in ["do_remote_decode", "do_remote_prefill"] {
+        inner.boolean(name).map_err(within)?;
+    }
+    for name in ["remote_engine_id", "remote_request_id", "remote_host"] {
+        inner.string(name).map_err(within)?;
+    }
+    for (name, most) in [
+        ("remote_port", i64::from(u16::MAX)),
+        ("remote_block_size", i64::from(u32::MAX)),
+        ("remote_num_tokens", i64::from(u32::MAX)),
+        ("last_token_id", i64::from(u32::MAX)),
+    ] {
+        inner.integer(name, 0..=most).map_err(within)?;
+    }
+    inner.token_ids("prompt_token_ids").map_err(within)?;
+    fields.read(NAME, "an object of handoff parameters")
 }
 
 fn response_format(fields: &Fields<'_>) -> Result<(), ApiError> {
@@ -470,6 +498,29 @@ mod tests {
     fn chat(rest: &str) -> Result<ChatRequest, ApiError> {
         let body = format!(r#"{{"messages":[{{"role":"user","content":"hi"}}]{rest}}}"#);
         ChatRequest::parse(body.as_bytes())
+    }
+
+    #[test]
+    fn a_wrong_handoff_parameter_is_named() {
+        for (field, value) in [
+            ("remote_port", "\"7100\""),
+            ("remote_port", "70000"),
+            ("remote_host", "1"),
+            ("do_remote_prefill", "\"yes\""),
+            ("remote_num_tokens", "-1"),
+        ] {
+            let body = format!(r#"{{"kv_transfer_params":{{"{field}":{value}}}}}"#);
+            let fields = Fields::parse(body.as_bytes()).unwrap();
+            let error = kv_transfer_params(&fields).unwrap_err();
+            let name = format!("kv_transfer_params.{field}");
+            assert_eq!(error.param.as_deref(), Some(name.as_str()));
+            assert!(
+                error.message.starts_with(&format!("{name} is {value}; ")),
+                "{error}"
+            );
+        }
+        let fields = Fields::parse(br#"{"kv_transfer_params":{"remote_port":7100,"x":[]}}"#);
+        assert!(kv_transfer_params(&fields.unwrap()).unwrap().is_some());
     }
 
     fn param<T: std::fmt::Debug>(result: Result<T, ApiError>) -> String {

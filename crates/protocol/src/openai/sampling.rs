@@ -105,14 +105,20 @@ fn stop(fields: &Fields<'_>) -> Result<Vec<String>, ApiError> {
     let Some(raw) = fields.raw("stop") else {
         return Ok(Vec::new());
     };
-    let stops = if raw.get().starts_with('"') {
-        vec![stop_text(raw, "stop")?]
-    } else {
-        fields
-            .list("stop", MAX_STOPS, stop_text)?
-            .unwrap_or_default()
-    };
-    Ok(stops)
+    match raw.get().as_bytes().first() {
+        Some(b'"') => Ok(vec![stop_text(raw, "stop")?]),
+        Some(b'[') => {
+            let stops = fields.list("stop", MAX_STOPS, stop_text)?;
+            Ok(stops.unwrap_or_default())
+        }
+        _ => Err(ApiError::invalid(
+            "stop",
+            format!(
+                "stop is {}; a string or a list of at most {MAX_STOPS} strings is expected",
+                shown(raw.get())
+            ),
+        )),
+    }
 }
 
 fn stop_text(raw: &RawValue, name: &str) -> Result<String, ApiError> {

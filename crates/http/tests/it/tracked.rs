@@ -1,3 +1,5 @@
+//! What the tests see of bodies and handlers that end before their time.
+
 use bytes::Buf;
 use http_body::{Body, Frame, SizeHint};
 use std::pin::Pin;
@@ -5,7 +7,7 @@ use std::task::{Context, Poll};
 
 /// How a response body ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BodyEnd {
+pub(crate) enum BodyEnd {
     /// All of it was handed to the connection.
     Complete,
     /// Its source failed.
@@ -17,23 +19,23 @@ pub enum BodyEnd {
 /// A response body that tells how it ended, once: how streams notice that their client left. hyper
 /// drops the body of a response when the connection closes, at once if it waits for data.
 #[derive(Debug)]
-pub struct TrackedBody<B, F: FnOnce(BodyEnd)> {
+pub(crate) struct TrackedBody<B, F: FnOnce(BodyEnd)> {
     inner: B,
     on_end: OnEnd<F>,
 }
 
-/// Runs a closure when dropped, unless disarmed: how a handler that has not answered yet notices
+/// Runs a closure when dropped: how a handler that has not answered yet notices
 /// that its client left. hyper drops the handler's future when the connection closes, so a guard that
 /// lives in the future (not in a task that it started) is dropped with it.
 #[derive(Debug)]
-pub struct CancelGuard<F: FnOnce()>(Option<F>);
+pub(crate) struct CancelGuard<F: FnOnce()>(Option<F>);
 
 #[derive(Debug)]
 struct OnEnd<F: FnOnce(BodyEnd)>(Option<F>);
 
 impl<B, F: FnOnce(BodyEnd)> TrackedBody<B, F> {
     /// `on_end` runs when the body ended, failed or was dropped, whichever is first.
-    pub fn new(inner: B, on_end: F) -> Self {
+    pub(crate) fn new(inner: B, on_end: F) -> Self {
         Self {
             inner,
             on_end: OnEnd(Some(on_end)),
@@ -42,14 +44,8 @@ impl<B, F: FnOnce(BodyEnd)> TrackedBody<B, F> {
 }
 
 impl<F: FnOnce()> CancelGuard<F> {
-    /// `on_cancel` runs if the guard is dropped.
-    pub fn new(on_cancel: F) -> Self {
+    pub(crate) fn new(on_cancel: F) -> Self {
         Self(Some(on_cancel))
-    }
-
-    /// The work is done: nothing runs.
-    pub fn disarm(mut self) {
-        self.0 = None;
     }
 }
 
