@@ -5,30 +5,33 @@
 //! stand side by side they must agree. A value that the engine cannot honour is an error, never
 //! ignored.
 
+mod architecture;
+mod attention;
 mod fields;
 mod memory;
+mod moe;
+mod quantization;
 mod rope;
 mod tensors;
 #[cfg(test)]
 mod tests;
+mod v4;
 
+pub use architecture::{Architecture, SERVED_ARCHITECTURES};
+pub use attention::{AttentionConfig, GqaConfig, MlaConfig};
 pub use memory::{KvBudget, KvShape, MemoryError, format_bytes, parse_bytes};
-pub use rope::{Rope, RopeScaling, Yarn};
-pub use tensors::{TensorSpec, TensorSpecs};
+pub use moe::{MAX_EXPERTS, MAX_GROUPS, MoeConfig, Routing};
+pub use quantization::{CompressedTensors, QuantizationConfig, QuantizedActivations, Strategy};
+pub use rope::{Llama3Rope, Rope, RopeScaling, Yarn};
+pub use tensors::{TensorKind, TensorSpec, TensorSpecs};
+pub use v4::{V4_ENGINES, V4Config, V4Layer};
 
 use fields::Fields;
 use serde_json::Value;
 use std::fmt::Write as _;
 
-/// Architectures that the engine serves, by their name in `architectures`.
-pub const SERVED_ARCHITECTURES: &[&str] = &["DeepseekV3ForCausalLM"];
-
 /// Most layers.
 pub const MAX_LAYERS: usize = 256;
-/// Most routed experts of a layer.
-pub const MAX_EXPERTS: usize = 1024;
-/// Most groups that they are cut into.
-pub const MAX_GROUPS: usize = 64;
 
 /// Fields of config.json that say nothing about the forward pass.
 const NEUTRAL_FIELDS: &[&str] = &[
@@ -37,11 +40,9 @@ const NEUTRAL_FIELDS: &[&str] = &[
     "attention_dropout",
     "auto_map",
     "aux_loss_alpha",
-    "bos_token_id",
     "chunk_size_feed_forward",
     "cross_attention_hidden_size",
     "decoder_start_token_id",
-    "eos_token_id",
     "ep_size",
     "finetuning_task",
     "head_dim",
@@ -49,7 +50,9 @@ const NEUTRAL_FIELDS: &[&str] = &[
     "initializer_range",
     "is_decoder",
     "is_encoder_decoder",
+    "is_llama_config",
     "label2id",
+    "max_window_layers",
     "output_attentions",
     "output_hidden_states",
     "output_router_logits",
@@ -57,11 +60,15 @@ const NEUTRAL_FIELDS: &[&str] = &[
     "prefix",
     "pretraining_tp",
     "problem_type",
+    "quantize",
     "return_dict",
+    "rope_interleaved",
     "router_aux_loss_coef",
+    "router_jitter_noise",
     "seq_aux",
     "task_specific_params",
     "tokenizer_class",
+    "transformers.js_config",
     "transformers_version",
     "unsloth_fixed",
     "use_cache",
@@ -76,51 +83,11 @@ pub enum StoredDtype {
     F32,
 }
 
-/// Multi-head latent attention (DeepSeek-V2 report, section 2.1).
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MlaConfig {
-    /// Query heads.
-    pub heads: usize,
-    /// Width of the query's low-rank form; none: one plain query projection.
-    pub q_lora_rank: Option<usize>,
-    /// Width of the latent that is cached.
-    pub kv_lora_rank: usize,
-    /// Part of a query head without position.
-    pub qk_nope_head_dim: usize,
-    /// Part of a query head, and width of the shared key, that rotates with the position.
-    pub qk_rope_head_dim: usize,
-    /// Width of a head's output.
-    pub v_head_dim: usize,
-}
-
-/// Routed and shared experts (DeepSeek-V3 report, section 2.1.2).
-#[derive(Clone, Debug, PartialEq)]
-pub struct MoeConfig {
-    /// Routed experts per layer.
-    pub experts: usize,
-    /// Routed experts per token.
-    pub top_k: usize,
-    /// Consecutive groups that the experts are cut into.
-    pub groups: usize,
-    /// Groups a token may use.
-    pub top_groups: usize,
-    /// Shared experts; they are one network of `shared * intermediate` width.
-    pub shared: usize,
-    /// Width inside an expert.
-    pub intermediate: usize,
-    /// Leading layers that have a dense network instead of experts.
-    pub dense_layers: usize,
-    /// Divide the chosen scores by their sum.
-    pub normalize: bool,
-    /// Factor on the routed experts' weights.
-    pub scale: f32,
-}
-
 /// A model's shape and constants, checked.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// Name in `architectures`; one of [`SERVED_ARCHITECTURES`].
-    pub architecture: String,
+    /// Family.
+    pub architecture: Architecture,
     /// Rows of the embedding and of the head.
     pub vocab_size: usize,
     /// Width of the residual stream.
@@ -129,12 +96,12 @@ pub struct ModelConfig {
     pub layers: usize,
     /// MTP layers in the checkpoint, numbered from `layers`.
     pub mtp_layers: usize,
-    /// Width inside a dense network.
-    pub intermediate_size: usize,
+    /// Width inside a dense network; none when all layers have experts and no width is given.
+    pub intermediate_size: Option<usize>,
     /// Attention.
-    pub mla: MlaConfig,
-    /// Experts.
-    pub moe: MoeConfig,
+    pub attention: AttentionConfig,
+    /// Experts, in models that have them.
+    pub moe: Option<MoeConfig>,
     /// Added to the mean square in the layers' norms.
     pub rms_norm_eps: f32,
     /// Rotary position embedding.
@@ -144,10 +111,21 @@ pub struct ModelConfig {
     pub context: usize,
     /// The embedding is the head.
     pub tied_head: bool,
+    /// Quantisation that config.json announces; other formats announce theirs in files of their own.
+    pub quantization: Option<QuantizationConfig>,
     /// What `torch_dtype` or `dtype` announces.
     pub stored_dtype: Option<StoredDtype>,
     /// Fields that nothing here reads; worth a warning.
     pub unread: Vec<String>,
+}
+
+/// A config.json of any architecture that is known here.
+#[derive(Clone, Debug, PartialEq)]
+pub enum ModelFile {
+    /// The native engine serves it.
+    Served(ModelConfig),
+    /// Other engines serve it; read for planning.
+    V4(V4Config),
 }
 
 /// Why a config.json was refused.
@@ -182,15 +160,26 @@ pub enum ModelConfigError {
         /// The other field and its value.
         right: String,
     },
-    /// No served architecture.
+    /// No known architecture.
     #[error("config.json: architectures is {name}; served: {}", SERVED_ARCHITECTURES.join(", "))]
     Architecture {
         /// What stands there.
         name: String,
     },
+    /// An architecture that is known, but served by other engines only.
+    #[error(
+        "config.json: architectures is {name}, which the native engine does not serve; engines that do: {}; served natively: {}",
+        engines.join(", "), SERVED_ARCHITECTURES.join(", ")
+    )]
+    OtherEngine {
+        /// Architecture.
+        name: &'static str,
+        /// Engines that serve it.
+        engines: &'static [&'static str],
+    },
 }
 
-impl ModelConfig {
+impl ModelFile {
     /// Parses and checks the text of a config.json.
     ///
     /// # Errors
@@ -204,77 +193,123 @@ impl ModelConfig {
             ));
         };
         let f = Fields::new(&map, "");
-        let architecture = architecture(&f)?;
-        refuse_unserved(&f)?;
+        let architecture = Architecture::parse(&f)?;
+        if architecture.engines().is_some() {
+            V4Config::parse(&map, architecture).map(Self::V4)
+        } else {
+            ModelConfig::from_fields(&f, architecture).map(Self::Served)
+        }
+    }
+}
 
-        let rope = Rope::parse(&f)?;
+impl ModelConfig {
+    /// Parses and checks the text of a config.json of a model that the native engine serves.
+    ///
+    /// # Errors
+    /// As [`ModelFile::parse`]; also [`ModelConfigError::OtherEngine`].
+    pub fn parse(text: &str) -> Result<Self, ModelConfigError> {
+        match ModelFile::parse(text)? {
+            ModelFile::Served(config) => Ok(config),
+            ModelFile::V4(config) => Err(ModelConfigError::OtherEngine {
+                name: config.architecture.name(),
+                engines: V4_ENGINES,
+            }),
+        }
+    }
+
+    fn from_fields(f: &Fields<'_>, architecture: Architecture) -> Result<Self, ModelConfigError> {
+        architecture.refuse_unserved(f)?;
+        let rope = Rope::parse(f)?;
+        let layers = f.size("num_hidden_layers", MAX_LAYERS)?;
+        let hidden_size = f.size("hidden_size", 1 << 17)?;
+        let vocab_size = f.size("vocab_size", 1 << 24)?;
+        let moe = MoeConfig::parse(f, architecture, layers)?;
+        let dense = moe.as_ref().is_none_or(|moe| moe.layers.contains(&false));
         let mut config = Self {
             architecture,
-            vocab_size: f.size("vocab_size", 1 << 24)?,
-            hidden_size: f.size("hidden_size", 1 << 17)?,
-            layers: f.size("num_hidden_layers", MAX_LAYERS)?,
-            mtp_layers: f.count_or("num_nextn_predict_layers", 0, 16)?,
-            intermediate_size: f.size("intermediate_size", 1 << 20)?,
-            mla: parse_mla(&f)?,
-            moe: parse_moe(&f)?,
+            vocab_size,
+            hidden_size,
+            layers,
+            mtp_layers: match architecture {
+                Architecture::DeepseekV3 => f.count_or("num_nextn_predict_layers", 0, 16)?,
+                _ => 0,
+            },
+            intermediate_size: if dense || f.given("intermediate_size") {
+                Some(f.size("intermediate_size", 1 << 20)?)
+            } else {
+                None
+            },
+            attention: AttentionConfig::parse(f, architecture, hidden_size)?,
+            moe,
             rms_norm_eps: f.positive("rms_norm_eps")? as f32,
-            context: rope.context(f.size("max_position_embeddings", 1 << 30)?)?,
+            context: rope.context(f.size_from("max_position_embeddings", 2, 1 << 30)?)?,
             rope,
             tied_head: f.flag_or("tie_word_embeddings", false)?,
-            stored_dtype: stored_dtype(&f)?,
+            quantization: QuantizationConfig::parse(f)?,
+            stored_dtype: stored_dtype(f)?,
             unread: Vec::new(),
         };
+        check_token_ids(f, vocab_size)?;
         config.unread = f.unread(NEUTRAL_FIELDS);
         Ok(config)
     }
 
-    /// Has this layer routed experts?
+    /// Has this layer routed experts? MTP layers, numbered from `layers`, have them where the model has
+    /// any.
     pub fn is_moe(&self, layer: usize) -> bool {
-        layer >= self.moe.dense_layers
+        self.moe
+            .as_ref()
+            .is_some_and(|moe| moe.layers.get(layer).copied().unwrap_or(true))
     }
 
-    /// Values cached per token and layer: the latent and the rotated key.
+    /// Values cached per token and layer.
     pub fn kv_width(&self) -> usize {
-        self.mla.kv_lora_rank + self.mla.qk_rope_head_dim
+        match &self.attention {
+            AttentionConfig::Gqa(gqa) => 2 * gqa.kv_heads * gqa.head_dim,
+            AttentionConfig::Mla(mla) => mla.kv_lora_rank + mla.qk_rope_head_dim,
+        }
     }
 
-    /// Factor on attention scores: `(nope + rope)^-0.5`, under YaRN times the square of
-    /// `0.1 * mscale_all_dim * ln(factor) + 1`.
+    /// Width that rotates with the position.
+    pub fn rope_dim(&self) -> usize {
+        match &self.attention {
+            AttentionConfig::Gqa(gqa) => gqa.head_dim,
+            AttentionConfig::Mla(mla) => mla.qk_rope_head_dim,
+        }
+    }
+
+    /// Factor on attention scores: the width of a key to the power of -0.5; for MLA under YaRN times the
+    /// square of `0.1 * mscale_all_dim * ln(factor) + 1`.
     pub fn softmax_scale(&self) -> f32 {
-        let width = (self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim) as f64;
-        (width.powf(-0.5) * self.rope.softmax_correction()) as f32
+        match &self.attention {
+            AttentionConfig::Gqa(gqa) => (gqa.head_dim as f64).powf(-0.5) as f32,
+            AttentionConfig::Mla(mla) => {
+                let width = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) as f64;
+                (width.powf(-0.5) * self.rope.softmax_correction()) as f32
+            }
+        }
     }
 
     /// Everything here that decides the numbers of the forward pass, as one line of text in a fixed
     /// order; equal lines and equal weights give equal results. The base of the fingerprint.
     pub fn identity(&self) -> String {
-        let (mla, moe) = (&self.mla, &self.moe);
         let mut text = format!(
-            "{} vocab {} hidden {} layers {} dense {} heads {} q_lora {} kv_lora {} nope {} rope {} v {}",
-            self.architecture,
+            "{} vocab {} hidden {} layers {} {}",
+            self.architecture.name(),
             self.vocab_size,
             self.hidden_size,
             self.layers,
-            self.intermediate_size,
-            mla.heads,
-            mla.q_lora_rank.unwrap_or(0),
-            mla.kv_lora_rank,
-            mla.qk_nope_head_dim,
-            mla.qk_rope_head_dim,
-            mla.v_head_dim,
+            self.attention.identity(),
         );
+        if let Some(width) = self.intermediate_size {
+            let _ = write!(text, " dense {width}");
+        }
+        if let Some(moe) = &self.moe {
+            let _ = write!(text, " {}", moe.identity());
+        }
         let _ = write!(
             text,
-            " experts {}/{} groups {}/{} shared {} expert {} dense_layers {} normalize {} scale {:08x} eps {:08x} tied {} {}",
-            moe.top_k,
-            moe.experts,
-            moe.top_groups,
-            moe.groups,
-            moe.shared,
-            moe.intermediate,
-            moe.dense_layers,
-            moe.normalize,
-            moe.scale.to_bits(),
+            " eps {:08x} tied {} {}",
             self.rms_norm_eps.to_bits(),
             self.tied_head,
             self.rope.identity(),
@@ -283,112 +318,24 @@ impl ModelConfig {
     }
 }
 
-fn architecture(f: &Fields<'_>) -> Result<String, ModelConfigError> {
-    let allowed = || format!("a list with one of {}", SERVED_ARCHITECTURES.join(", "));
-    let Some(value) = f.get("architectures") else {
-        return Err(ModelConfigError::Missing {
-            field: "architectures".to_owned(),
-            allowed: allowed(),
-        });
-    };
-    let names: Option<Vec<&str>> = value
-        .as_array()
-        .map(|list| list.iter().filter_map(Value::as_str).collect());
-    let name = match names.as_deref() {
-        Some([name]) => (*name).to_owned(),
-        _ => return Err(f.bad("architectures", value, &allowed())),
-    };
-    if !SERVED_ARCHITECTURES.contains(&name.as_str()) {
-        return Err(ModelConfigError::Architecture { name });
-    }
-    f.one_of("model_type", &["deepseek_v3", "kimi_k2"])?;
-    Ok(name)
-}
-
-/// Values under which the model would compute something else than this engine does.
-fn refuse_unserved(f: &Fields<'_>) -> Result<(), ModelConfigError> {
-    f.one_of("hidden_act", &["silu"])?;
-    f.one_of("topk_method", &["noaux_tc"])?;
-    f.one_of("scoring_func", &["sigmoid"])?;
-    f.only_flag("attention_bias", false)?;
-    f.only_flag("mlp_bias", false)?;
-    f.only_flag("rope_interleave", true)?;
-    for field in ["quantization_config", "compression_config"] {
-        f.absent(field, "absent (weights in bf16 or f32)")?;
-    }
-    f.absent("sliding_window", "absent or null (full attention)")?;
-    f.absent("index_topk", "absent (full attention)")?;
-    if f.count_or("moe_layer_freq", 1, usize::MAX)? != 1 {
-        return Err(f.bad_here("moe_layer_freq", "1"));
+/// The ids of the first and the last token of a text: an id of the vocabulary or a list of such. The
+/// tokenizer may take them from another file; wrong ones here are wrong all the same.
+fn check_token_ids(f: &Fields<'_>, vocab_size: usize) -> Result<(), ModelConfigError> {
+    let good = |value: &Value| value.as_u64().is_some_and(|id| id < vocab_size as u64);
+    for field in ["bos_token_id", "eos_token_id"] {
+        let fine = match f.get(field) {
+            None | Some(Value::Null) => true,
+            Some(Value::Array(list)) => !list.is_empty() && list.iter().all(good),
+            Some(value) => good(value),
+        };
+        if !fine {
+            return Err(f.bad_here(
+                field,
+                &format!("an id below vocab_size ({vocab_size}) or a list of such"),
+            ));
+        }
     }
     Ok(())
-}
-
-fn parse_mla(f: &Fields<'_>) -> Result<MlaConfig, ModelConfigError> {
-    let heads = f.size("num_attention_heads", 4096)?;
-    if f.given("num_key_value_heads") && f.size("num_key_value_heads", 4096)? != heads {
-        return Err(f.contradiction("num_key_value_heads", "num_attention_heads"));
-    }
-    let mla = MlaConfig {
-        heads,
-        q_lora_rank: if f.given("q_lora_rank") {
-            Some(f.size("q_lora_rank", 1 << 16)?)
-        } else {
-            None
-        },
-        kv_lora_rank: f.size("kv_lora_rank", 1 << 14)?,
-        qk_nope_head_dim: f.size("qk_nope_head_dim", 1 << 14)?,
-        qk_rope_head_dim: f.size("qk_rope_head_dim", 1 << 14)?,
-        v_head_dim: f.size("v_head_dim", 1 << 14)?,
-    };
-    if !mla.qk_rope_head_dim.is_multiple_of(2) {
-        return Err(f.bad_here("qk_rope_head_dim", "an even number"));
-    }
-    if f.given("qk_head_dim")
-        && f.size("qk_head_dim", 1 << 15)? != mla.qk_nope_head_dim + mla.qk_rope_head_dim
-    {
-        return Err(f.contradiction("qk_head_dim", "qk_nope_head_dim"));
-    }
-    Ok(mla)
-}
-
-fn parse_moe(f: &Fields<'_>) -> Result<MoeConfig, ModelConfigError> {
-    let moe = MoeConfig {
-        experts: f.size("n_routed_experts", MAX_EXPERTS)?,
-        top_k: f.size("num_experts_per_tok", 256)?,
-        groups: f.size("n_group", MAX_GROUPS)?,
-        top_groups: f.size("topk_group", MAX_GROUPS)?,
-        shared: f.count_or("n_shared_experts", 0, 256)?,
-        intermediate: f.size("moe_intermediate_size", 1 << 18)?,
-        dense_layers: f.count_or("first_k_dense_replace", 0, MAX_LAYERS)?,
-        normalize: f.flag_or("norm_topk_prob", true)?,
-        scale: f.positive("routed_scaling_factor")? as f32,
-    };
-    if !moe.experts.is_multiple_of(moe.groups) {
-        return Err(f.bad_here(
-            "n_group",
-            &format!("a divisor of n_routed_experts ({})", moe.experts),
-        ));
-    }
-    let group = moe.experts / moe.groups;
-    if moe.groups > 1 && group < 2 {
-        let most = moe.experts / 2;
-        return Err(f.bad_here(
-            "n_group",
-            &format!("at most {most}: a group's score is the sum of its two best"),
-        ));
-    }
-    if moe.top_groups > moe.groups {
-        return Err(f.bad_here("topk_group", &format!("1 to n_group ({})", moe.groups)));
-    }
-    if moe.top_k > moe.top_groups * group {
-        let most = moe.top_groups * group;
-        return Err(f.bad_here(
-            "num_experts_per_tok",
-            &format!("1 to {most}, the experts of topk_group groups"),
-        ));
-    }
-    Ok(moe)
 }
 
 fn stored_dtype(f: &Fields<'_>) -> Result<Option<StoredDtype>, ModelConfigError> {

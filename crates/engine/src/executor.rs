@@ -1,5 +1,6 @@
-use crate::model::deepseek_v3::{DeepseekV3, StepContext};
-use crate::model::{KvStep, Probe, Scratch, Taps};
+use crate::model::{
+    Decoder, KvBuffers, KvLayout, KvStep, Probe, Scratch, Span, Step, Taps,
+};
 use crate::{ExecError, Executor, KvGeometry, SeqWork};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -8,20 +9,22 @@ use twinfer_sys::BlockArena;
 
 /// A model on this machine's cores.
 pub struct CpuExecutor {
-    model: DeepseekV3,
+    model: Decoder,
     team: ThreadTeam,
     arena: Arc<BlockArena>,
     geometry: KvGeometry,
     vocab_size: usize,
     max_context: usize,
     scratch: Scratch,
-    probe: Option<Box<dyn Probe>>,
+    spans: Vec<Span>,
+    kv_buffers: KvBuffers,
     progress: Arc<AtomicU64>,
+    probe: Option<Box<dyn Probe>>,
 }
 
 impl CpuExecutor {
     pub(crate) fn new(
-        model: DeepseekV3,
+        model: Decoder,
         team: ThreadTeam,
         arena: Arc<BlockArena>,
         geometry: KvGeometry,
@@ -36,8 +39,10 @@ impl CpuExecutor {
             vocab_size,
             max_context,
             scratch: Scratch::default(),
-            probe: None,
+            spans: Vec::new(),
+            kv_buffers: KvBuffers::default(),
             progress: Arc::default(),
+            probe: None,
         }
     }
 
@@ -52,11 +57,15 @@ impl CpuExecutor {
         self.team.threads()
     }
 
-    fn kv_type(&self) -> DType {
-        if self.geometry.value_bytes == 2 {
-            DType::Bf16
-        } else {
-            DType::F32
+    fn layout(&self) -> KvLayout {
+        KvLayout {
+            block_size: self.geometry.block_size,
+            width: self.geometry.width,
+            dtype: if self.geometry.value_bytes == 2 {
+                DType::Bf16
+            } else {
+                DType::F32
+            },
         }
     }
 
@@ -69,6 +78,12 @@ impl CpuExecutor {
                     work.tokens.len(),
                     work.start,
                     self.max_context
+                )));
+            }
+            if let Some(from) = work.logits_from.filter(|from| *from > work.tokens.len()) {
+                return Err(ExecError::OutOfRange(format!(
+                    "logits of work {index} from row {from}; allowed are 0 to {}",
+                    work.tokens.len()
                 )));
             }
             if let Some(token) = work
@@ -103,32 +118,43 @@ impl Executor for CpuExecutor {
         self.max_context
     }
 
-    fn progress(&self) -> Option<Arc<AtomicU64>> {
-        Some(Arc::clone(&self.progress))
-    }
-
     fn execute(&mut self, batch: &[SeqWork<'_>], logits: &mut Vec<f32>) -> Result<(), ExecError> {
         logits.clear();
         if batch.is_empty() {
             return Ok(());
         }
         self.check(batch)?;
-        let KvGeometry {
-            width, block_size, ..
-        } = self.geometry;
-        let kv_type = self.kv_type();
-        let mut kv = KvStep::open(&self.arena, batch, block_size, width, kv_type)?;
-        let step = StepContext {
+        let layout = self.layout();
+        self.spans.clear();
+        let mut rows = 0;
+        for work in batch {
+            self.spans.push(Span {
+                rows: rows..rows + work.tokens.len(),
+                position: work.start,
+            });
+            rows += work.tokens.len();
+        }
+        let blocks = batch.iter().map(|work| work.blocks);
+        let buffers = std::mem::take(&mut self.kv_buffers);
+        let mut kv = KvStep::open(&self.arena, layout, buffers, self.spans.iter().zip(blocks))?;
+        let step = Step {
             team: &self.team,
-            works: batch,
-            rows: batch.iter().map(|work| work.tokens.len()).sum(),
-            kv_type,
-            block_size,
+            spans: &self.spans,
+            rows,
+            kv_type: layout.dtype,
+            block_size: layout.block_size,
             progress: &self.progress,
         };
         let mut taps = Taps::new(self.probe.as_deref_mut(), batch);
+        let scratch = &mut self.scratch;
         self.model
-            .forward(&step, &mut kv, &mut self.scratch, &mut taps, logits)
+            .forward(&step, batch, &mut kv, scratch, &mut taps, logits)?;
+        self.kv_buffers = kv.close();
+        Ok(())
+    }
+
+    fn progress(&self) -> Option<Arc<AtomicU64>> {
+        Some(Arc::clone(&self.progress))
     }
 }
 

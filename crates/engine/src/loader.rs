@@ -2,20 +2,20 @@
 
 use crate::KvGeometry;
 use crate::executor::CpuExecutor;
-use crate::model::deepseek_v3::DeepseekV3;
-use crate::model::{Builder, MODEL_REVISION};
+use crate::model::{Builder, Decoder, MODEL_REVISION, Packing};
 use crate::weights::{Checkpoint, WeightsError, inside, read_text};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use twinfer_config::model::{KvBudget, KvShape, MemoryError, ModelConfigError, TensorSpecs};
+use twinfer_config::model::{KvBudget, KvShape, MemoryError, ModelConfigError};
 use twinfer_config::{Dtype, ModelConfig};
-use twinfer_kernels::{Isa, KernelError, ThreadTeam, numerics_class};
+use twinfer_kernels::{Compute, Isa, KernelError, ThreadTeam, numerics_class};
 use twinfer_protocol::Fingerprint;
 use twinfer_sys::BlockArena;
 use xxhash_rust::xxh3::xxh3_128;
 
-/// Version of what a KV unit holds: `block_size` rows `[latent | key]`, token-major, keys rotated in
-/// interleaved pairs.
+/// Version of what a KV unit holds: `block_size` rows, token-major. With latent attention a row is
+/// `[latent | key]`, the key rotated in interleaved pairs; with grouped queries it is `[keys of all heads |
+/// values of all heads]`, keys rotated in halves.
 pub const KV_LAYOUT: u32 = 1;
 
 /// Is told, from any thread, how many bytes of weights of how many have been read.
@@ -26,6 +26,9 @@ pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
 pub struct LoadOptions<'a> {
     /// KV type.
     pub dtype: Dtype,
+    /// Quantise linear layers and head to int8 while loading; those that the files hold in int8 stay as
+    /// they are.
+    pub quantize: bool,
     /// Compute threads, also used for reading.
     pub threads: usize,
     /// Cores for them; thread i runs on core `i mod len`. The thread that calls the executor is thread
@@ -83,7 +86,6 @@ pub struct CheckedModel {
     /// Instruction set that the kernels will use.
     pub isa: Isa,
     checkpoint: Checkpoint,
-    specs: TensorSpecs,
 }
 
 /// A model ready to run.
@@ -154,6 +156,7 @@ impl Default for LoadOptions<'_> {
     fn default() -> Self {
         Self {
             dtype: Dtype::Bf16,
+            quantize: false,
             threads: 1,
             cpus: None,
             isa: None,
@@ -184,11 +187,18 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
             allowed: format!("2 to {}, the model's own limit", config.context),
         });
     }
-    let specs = config.tensors();
-    let checkpoint = Checkpoint::open(dir, &specs)?;
+    let specs = config.tensors(false);
+    let checkpoint = Checkpoint::open(dir, &specs, config.quantization.as_ref())?;
 
     let kv = KvShape::of(&config, options.dtype, options.block_size);
-    let weight_bytes = checkpoint.bytes();
+    let packing = packing(options, &checkpoint);
+    let weight_bytes = packing
+        .bytes(&specs, &checkpoint)
+        .ok_or_else(|| ModelError::Option {
+            field: "the model",
+            value: "larger than memory can be".to_owned(),
+            allowed: "less than 2^63 bytes".to_owned(),
+        })?;
     let workspace_bytes =
         config.workspace_bytes(options.max_num_batched_tokens, options.max_num_seqs);
     let available_bytes = twinfer_sys::available_memory().map_err(|source| ModelError::System {
@@ -227,7 +237,6 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
         available_bytes,
         warnings,
         checkpoint,
-        specs,
         isa,
     })
 }
@@ -247,8 +256,8 @@ impl CheckedModel {
     /// A file fails or changes while it is read; memory, threads or cores cannot be had.
     pub fn load(self, options: &LoadOptions<'_>) -> Result<LoadedModel, ModelError> {
         let system = |what| move |source| ModelError::System { what, source };
-        let builder = Builder::new(&self.specs, &self.checkpoint, options.progress);
-        let model = DeepseekV3::build(&self.config, &builder, options.threads)?;
+        let builder = Builder::new(&self.checkpoint, packing(options, &self.checkpoint), options.progress);
+        let model = Decoder::build(&self.config, &builder, options.threads)?;
         let mut warnings = self.warnings;
         warnings.extend(builder.spare_head_warning()?);
         self.checkpoint.check_unchanged()?;
@@ -264,7 +273,20 @@ impl CheckedModel {
             value_bytes: kv.value_bytes,
             block_size: kv.block_size,
         };
-        let fingerprint = fingerprint(&self.config, builder.weights_hash(), options);
+        let quantization = if options.quantize && !self.checkpoint.has_int8() {
+            match self.checkpoint.format().name() {
+                "none" => "w8a8".to_owned(),
+                stored => format!("{stored}+w8a8"),
+            }
+        } else {
+            self.checkpoint.format().name().to_owned()
+        };
+        let fingerprint = fingerprint(
+            &self.config,
+            builder.weights_hash(),
+            quantization,
+            options,
+        );
         let executor = CpuExecutor::new(
             model,
             team,
@@ -343,12 +365,29 @@ fn read_config(dir: &Path) -> Result<ModelConfig, ModelError> {
     ModelConfig::parse(&text).map_err(|source| ModelError::Config { path, source })
 }
 
+/// What becomes of plain weights. In a checkpoint with int8 layers the others were left alone on
+/// purpose.
+fn packing(options: &LoadOptions<'_>, checkpoint: &Checkpoint) -> Packing {
+    Packing {
+        float: match options.dtype {
+            Dtype::Bf16 => Compute::Bf16,
+            Dtype::F32 => Compute::F32,
+        },
+        quantize: options.quantize && !checkpoint.has_int8(),
+    }
+}
+
 /// Weights are hashed over all bytes of all tensors that are used, so that files which differ in one
 /// bit of one expert differ here, and the same tensors in other shards do not.
-fn fingerprint(config: &ModelConfig, weights: String, options: &LoadOptions<'_>) -> Fingerprint {
+fn fingerprint(
+    config: &ModelConfig,
+    weights: String,
+    quantization: String,
+    options: &LoadOptions<'_>,
+) -> Fingerprint {
     let hash = |text: &str| format!("{:032x}", xxh3_128(text.as_bytes()));
     let mut identity = config.identity();
-    for frequency in config.rope.frequencies(config.mla.qk_rope_head_dim) {
+    for frequency in config.rope.frequencies(config.rope_dim()) {
         identity.push_str(&format!(" {:08x}", frequency.to_bits()));
     }
     let mut fingerprint = Fingerprint {
@@ -356,7 +395,7 @@ fn fingerprint(config: &ModelConfig, weights: String, options: &LoadOptions<'_>)
         config: hash(&identity),
         weights,
         tokenizer: options.tokenizer_hash.clone(),
-        quantization: "none".to_owned(),
+        quantization,
         kv_dtype: match options.dtype {
             Dtype::Bf16 => "bf16".to_owned(),
             Dtype::F32 => "f32".to_owned(),

@@ -5,19 +5,30 @@
 //! products, norms and attention; here it follows from there being no operation across rows.
 
 mod build;
-pub(crate) mod deepseek_v3;
+mod decoder;
+mod deepseek;
+mod ffn;
+mod gqa;
 mod kv;
+mod llama;
+mod mla;
 mod moe;
+mod norm;
 mod probe;
+mod qwen;
 mod rope;
+mod routing;
 mod rows;
 mod scratch;
+mod step;
 
-pub(crate) use build::Builder;
-pub(crate) use kv::KvStep;
+pub(crate) use build::{Builder, Packing};
+pub(crate) use decoder::Decoder;
+pub(crate) use kv::{KvBuffers, KvLayout, KvStep};
 pub(crate) use probe::Taps;
 pub use probe::{Probe, ProbeRows, Tap};
 pub(crate) use scratch::Scratch;
+pub(crate) use step::{Span, Step};
 
 /// Raised with every change of an order of operations in this module.
-pub(crate) const MODEL_REVISION: u32 = 1;
+pub(crate) const MODEL_REVISION: u32 = 2;

@@ -1,25 +1,30 @@
 //! Weight files: which files a model directory has, whether they are whole, where each tensor lies.
 //!
-//! What is accepted: one `model*.safetensors`, or several with `model.safetensors.index.json`;
-//! tensors in bf16 or f32. What is refused, by name: several files without an index, pickle files,
-//! f16 and quantised tensors, links that leave the directory (but for the hub cache's own layout,
-//! where `snapshots/<revision>/` links into `blobs/` of the same repository).
+//! What is accepted: one `model*.safetensors`, or several with `model.safetensors.index.json`, or
+//! ModelSlim's `quant_model_weight*` with their description; tensors in bf16 or f32, and quantised
+//! ones of the schemes that config.json or the description announce. What is refused, by name:
+//! several files without an index, pickle files, f16, unannounced quantisation, layers that config.json
+//! does not know, links that leave the directory (but for the hub cache's own layout, where
+//! `snapshots/<revision>/` links into `blobs/` of the same repository).
 //!
 //! Everything is checked before a byte of a tensor is read: [`Checkpoint::open`] reads headers only.
 //! Tensors are read by position, not mapped, so that a file truncated under the reader is an error
 //! and not a SIGBUS.
 
 mod files;
+mod scheme;
 mod shard;
 
 pub(crate) use files::{inside, read_text};
+pub(crate) use scheme::{Format, Scheme};
 pub use shard::WeightDtype;
 
 use files::WeightFiles;
+use scheme::telltale;
 use shard::{Place, Shard};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
-use twinfer_config::model::TensorSpecs;
+use twinfer_config::model::{QuantizationConfig, TensorKind, TensorSpec, TensorSpecs};
 
 /// Names shown in one message; a directory with the wrong model's files has tens of thousands.
 const NAMES_SHOWN: usize = 200;
@@ -80,7 +85,8 @@ pub enum WeightsError {
         /// Bytes now.
         actual: u64,
     },
-    /// Tensors are missing or have another shape or type than config.json asks for.
+    /// Tensors are missing, have another shape or type than config.json asks for, or show that it is not
+    /// the files' config.
     #[error("{}", tensor_report(missing, wrong))]
     Tensors {
         /// Names of missing tensors, each with the file that should hold it if the index says so.
@@ -94,13 +100,18 @@ pub enum WeightsError {
 #[derive(Debug)]
 pub struct Checkpoint {
     shards: Vec<Shard>,
-    /// By index in the specs.
-    places: Vec<Place>,
+    places: BTreeMap<String, Place>,
+    /// By name of the matrix; those that are stored as plain numbers are left out.
+    schemes: HashMap<String, Scheme>,
+    format: Format,
     /// A head in the files although the embedding is the head.
     spare_head: Option<Place>,
     /// Worth telling, but no reason to refuse.
     pub warnings: Vec<String>,
 }
+
+/// Names of a checkpoint's tensors, each with the number of its shard.
+type Found<'a> = HashMap<&'a str, (usize, &'a safetensors::tensor::TensorInfo)>;
 
 impl Checkpoint {
     /// Finds and checks the weight files of a directory against the tensors a config asks for.
@@ -108,14 +119,19 @@ impl Checkpoint {
     ///
     /// # Errors
     /// See [`WeightsError`]; all missing and wrong tensors come in one error.
-    pub fn open(dir: &Path, specs: &TensorSpecs) -> Result<Self, WeightsError> {
+    pub fn open(
+        dir: &Path,
+        specs: &TensorSpecs,
+        quantization: Option<&QuantizationConfig>,
+    ) -> Result<Self, WeightsError> {
         let files = WeightFiles::find(dir)?;
+        let format = Format::of(files.description.as_deref(), quantization)?;
         let mut shards = Vec::with_capacity(files.shards.len());
         for path in &files.shards {
             shards.push(Shard::open(path)?);
         }
-        let mut found: HashMap<&str, (usize, &safetensors::tensor::TensorInfo)> = HashMap::new();
         let mut wrong = Vec::new();
+        let mut found: Found<'_> = HashMap::new();
         for (number, shard) in shards.iter().enumerate() {
             for (name, info) in shard.tensors() {
                 if let Some((other, _)) = found.insert(name, (number, info)) {
@@ -127,9 +143,9 @@ impl Checkpoint {
                 }
             }
         }
+        wrong.extend(specs.contradictions(found.keys().copied()));
 
         let mut missing = Vec::new();
-        let mut warnings = Vec::new();
         for (name, file) in &files.map {
             match found.get(name.as_str()) {
                 Some((number, _)) if shards[*number].name() == *file => {}
@@ -141,77 +157,125 @@ impl Checkpoint {
                 None => missing.push(format!("{name} (the index says it is in {file})")),
             }
         }
-        let mut places = Vec::with_capacity(specs.tensors.len());
+        let mut places = BTreeMap::new();
+        let mut schemes = HashMap::new();
         for spec in &specs.tensors {
-            let Some((number, info)) = found.remove(spec.name.as_str()) else {
-                if !files.map.contains_key(&spec.name) {
-                    missing.push(spec.name.clone());
+            let stored = found
+                .get(spec.name.as_str())
+                .and_then(|(number, info)| shards[*number].place(*number, info).ok())
+                .map(|place| place.dtype);
+            let scheme = match format.scheme(spec, stored) {
+                Ok(scheme) => scheme,
+                Err(reason) => {
+                    wrong.push(reason);
+                    continue;
                 }
-                continue;
             };
-            match shards[number].place(number, info) {
-                _ if info.shape != spec.shape => wrong.push(format!(
-                    "{} has shape {:?}, config.json asks for {:?}",
-                    spec.name, info.shape, spec.shape
-                )),
-                Ok(place) => places.push(place),
-                Err(dtype) => wrong.push(format!("{} is {dtype}; allowed: BF16, F32", spec.name)),
+            if scheme != Scheme::Plain {
+                schemes.insert(spec.name.clone(), scheme);
             }
-        }
-        if !missing.is_empty() || !wrong.is_empty() {
-            missing.sort();
-            wrong.sort();
-            return Err(WeightsError::Tensors { missing, wrong });
+            for required in scheme.required(spec).into_iter().chain(norm_parts(spec)) {
+                let Some((number, info)) = found.remove(required.name.as_str()) else {
+                    if !required.optional && !files.map.contains_key(&required.name) {
+                        missing.push(required.name);
+                    }
+                    continue;
+                };
+                let place = shards[number].place(number, info);
+                let allowed = || -> Vec<&str> {
+                    required.dtypes.iter().map(|dtype| dtype.name()).collect()
+                };
+                match place {
+                    _ if !required.shapes.contains(&info.shape) => wrong.push(format!(
+                        "{} has shape {:?}, config.json asks for {:?}",
+                        required.name,
+                        info.shape,
+                        required.shapes.first().cloned().unwrap_or_default()
+                    )),
+                    Ok(place) if required.dtypes.contains(&place.dtype) => {
+                        places.insert(required.name, place);
+                    }
+                    Ok(place) => wrong.push(format!(
+                        "{} is {}; allowed: {}",
+                        required.name,
+                        place.dtype.name(),
+                        allowed().join(", ")
+                    )),
+                    Err(dtype) => wrong.push(format!(
+                        "{} is {dtype}; allowed: {}",
+                        required.name,
+                        allowed().join(", ")
+                    )),
+                }
+            }
         }
         let spare_head = found
             .get("lm_head.weight")
             .filter(|_| specs.tied_head)
             .and_then(|(number, info)| shards[*number].place(*number, info).ok());
-        let mut unknown: Vec<&str> = found
-            .into_keys()
-            .filter(|name| !specs.is_spare(name))
-            .collect();
-        unknown.sort_unstable();
-        if !unknown.is_empty() {
-            warnings.push(format!(
-                "{} tensors that this architecture does not have are ignored: {}",
-                unknown.len(),
-                joined(&unknown)
-            ));
+        let warnings = leftovers(specs, &files, found, &mut wrong);
+        if !missing.is_empty() || !wrong.is_empty() {
+            missing.sort();
+            wrong.sort();
+            return Err(WeightsError::Tensors { missing, wrong });
         }
-        if !files.unnamed.is_empty() {
-            warnings.push(format!(
-                "files that the index does not name are ignored: {}",
-                files.unnamed.join(", ")
-            ));
-        }
-        Ok(Self {
+        let mut checkpoint = Self {
             shards,
             places,
+            schemes,
+            format,
             spare_head,
             warnings,
-        })
+        };
+        if checkpoint.schemes.values().any(|s| *s == Scheme::SlimMix) {
+            checkpoint.warnings.push(
+                "scheme W8A8_MIX would give other answers in prefill than in decode; its layers are computed with a scale per token in both"
+                    .to_owned(),
+            );
+        }
+        Ok(checkpoint)
     }
 
     /// Bytes of all tensors that will be read.
     pub fn bytes(&self) -> u64 {
-        self.places.iter().map(|place| place.len as u64).sum()
+        self.places.values().map(|place| place.len as u64).sum()
     }
 
-    /// Type of a tensor, by its index in the specs.
-    pub fn dtype(&self, tensor: usize) -> Option<WeightDtype> {
-        self.places.get(tensor).map(|place| place.dtype)
+    /// Type of a tensor, if the files have it.
+    pub fn dtype(&self, name: &str) -> Option<WeightDtype> {
+        self.places.get(name).map(|place| place.dtype)
     }
 
-    /// Reads a tensor, by its index in the specs, into `buffer` of just its size: little-endian,
-    /// row-major.
+    /// Shape of a tensor, if the files have it.
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.places.get(name).map(|place| place.shape.as_slice())
+    }
+
+    /// How the weights are stored.
+    pub(crate) fn format(&self) -> &Format {
+        &self.format
+    }
+
+    /// How a matrix is stored.
+    pub(crate) fn scheme(&self, name: &str) -> Scheme {
+        self.schemes.get(name).copied().unwrap_or(Scheme::Plain)
+    }
+
+    /// Are matrices stored as integers?
+    pub(crate) fn has_int8(&self) -> bool {
+        self.schemes
+            .values()
+            .any(|scheme| !matches!(scheme, Scheme::Plain | Scheme::BlockFp8 { .. }))
+    }
+
+    /// Reads a tensor into `buffer` of just its size: little-endian, row-major.
     ///
     /// # Errors
     /// The file cannot be read, or has become shorter.
-    pub fn read(&self, tensor: usize, buffer: &mut [u8]) -> Result<(), WeightsError> {
+    pub fn read(&self, name: &str, buffer: &mut [u8]) -> Result<(), WeightsError> {
         let Some((place, shard)) = self
             .places
-            .get(tensor)
+            .get(name)
             .and_then(|place| Some((place, self.shards.get(place.shard)?)))
         else {
             return Ok(());
@@ -226,6 +290,7 @@ impl Checkpoint {
     pub fn read_spare_head(&self) -> Result<Option<Vec<u8>>, WeightsError> {
         let Some((place, shard)) = self
             .spare_head
+            .as_ref()
             .and_then(|place| Some((place, self.shards.get(place.shard)?)))
         else {
             return Ok(None);
@@ -243,6 +308,65 @@ impl Checkpoint {
     pub fn check_unchanged(&self) -> Result<(), WeightsError> {
         self.shards.iter().try_for_each(Shard::check_unchanged)
     }
+}
+
+/// What outlier suppression leaves at a norm: a bias, or a changed norm and a bias beside the old one
+/// (ModelSlim, current and older spelling).
+fn norm_parts(spec: &TensorSpec) -> Vec<scheme::Required> {
+    let module = spec.module();
+    if spec.kind != TensorKind::Vector || !spec.name.ends_with("norm.weight") {
+        return Vec::new();
+    }
+    ["bias", "module.weight", "module.bias"]
+        .into_iter()
+        .map(|part| scheme::Required {
+            name: format!("{module}.{part}"),
+            shapes: vec![spec.shape.clone()],
+            dtypes: &[WeightDtype::Bf16, WeightDtype::F32],
+            optional: true,
+        })
+        .collect()
+}
+
+/// Judges the tensors that nothing asked for; returns warnings.
+fn leftovers(
+    specs: &TensorSpecs,
+    files: &WeightFiles,
+    found: Found<'_>,
+    wrong: &mut Vec<String>,
+) -> Vec<String> {
+    let linear: HashSet<&str> = specs
+        .tensors
+        .iter()
+        .filter(|spec| spec.kind == TensorKind::Linear)
+        .map(TensorSpec::module)
+        .collect();
+    let mut unknown = Vec::new();
+    for name in found.into_keys().filter(|name| !specs.is_spare(name)) {
+        if telltale(name, |module| linear.contains(module)) {
+            wrong.push(format!(
+                "{name} would change the result, but neither config.json nor a description of the quantisation announces it"
+            ));
+        } else {
+            unknown.push(name);
+        }
+    }
+    unknown.sort_unstable();
+    let mut warnings = Vec::new();
+    if !unknown.is_empty() {
+        warnings.push(format!(
+            "{} tensors that this architecture does not have are ignored: {}",
+            unknown.len(),
+            joined(&unknown)
+        ));
+    }
+    if !files.unnamed.is_empty() {
+        warnings.push(format!(
+            "files that the index does not name are ignored: {}",
+            files.unnamed.join(", ")
+        ));
+    }
+    warnings
 }
 
 /// Names, comma-separated, at most [`NAMES_SHOWN`].

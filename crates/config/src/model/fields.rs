@@ -77,12 +77,22 @@ impl<'a> Fields<'a> {
 
     /// A whole number in `1..=most`.
     pub(super) fn size(&self, field: &str, most: usize) -> Result<usize, ModelConfigError> {
-        let allowed = format!("a whole number from 1 to {most}");
+        self.size_from(field, 1, most)
+    }
+
+    /// A whole number in `least..=most`.
+    pub(super) fn size_from(
+        &self,
+        field: &str,
+        least: usize,
+        most: usize,
+    ) -> Result<usize, ModelConfigError> {
+        let allowed = format!("a whole number from {least} to {most}");
         if !self.given(field) {
             return Err(self.missing(field, &allowed));
         }
         match self.count_or(field, 0, most) {
-            Ok(n) if n > 0 => Ok(n),
+            Ok(n) if n >= least => Ok(n),
             _ => Err(self.bad_here(field, &allowed)),
         }
     }
@@ -165,6 +175,15 @@ impl<'a> Fields<'a> {
             .filter(|text| allowed.contains(text))
             .map(Some)
             .ok_or_else(|| self.bad_here(field, &allowed.join(", ")))
+    }
+
+    /// A string, if given.
+    pub(super) fn text_if(&self, field: &str) -> Result<Option<String>, ModelConfigError> {
+        match self.get(field) {
+            None | Some(Value::Null) => Ok(None),
+            Some(Value::String(text)) => Ok(Some(text.clone())),
+            Some(other) => Err(self.bad(field, other, "a string")),
+        }
     }
 
     /// A field that must not be there.

@@ -155,14 +155,11 @@ impl KvShape {
 impl ModelConfig {
     /// Bytes of the buffers of a step of `tokens` tokens and `seqs` sequences with logits, f32.
     pub fn workspace_bytes(&self, tokens: usize, seqs: usize) -> u64 {
-        let (mla, moe) = (&self.mla, &self.moe);
-        let attention = mla.heads
-            * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + 2 * mla.kv_lora_rank + mla.v_head_dim)
-            + 2 * mla.q_lora_rank.unwrap_or(0)
-            + self.kv_width()
-            + mla.qk_rope_head_dim;
-        let dense = 2 * self.intermediate_size.max(moe.shared * moe.intermediate);
-        let experts = moe.experts + moe.top_k * (2 * self.hidden_size + 2 * moe.intermediate + 3);
+        let moe = self.moe.as_ref();
+        let attention = self.attention.workspace_values();
+        let shared = moe.map_or(0, |moe| moe.shared * moe.intermediate);
+        let dense = 3 * self.intermediate_size.unwrap_or(0).max(shared);
+        let experts = moe.map_or(0, |moe| moe.workspace_values(self.hidden_size));
         let per_token = (4 * self.hidden_size + attention + dense + experts) as u64;
         let per_seq = (2 * self.hidden_size + self.vocab_size) as u64;
         4 * (per_token.saturating_mul(tokens as u64) + per_seq.saturating_mul(seqs as u64))

@@ -23,11 +23,28 @@ pub struct Yarn {
     pub truncate: bool,
 }
 
+/// The scaling of Llama 3.1 and later: slow frequencies are divided by `factor`, fast ones stay.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Llama3Rope {
+    /// Divisor of slow frequencies.
+    pub factor: f64,
+    /// Rotations inside the original context below which a frequency is divided.
+    pub low: f64,
+    /// Rotations above which it stays.
+    pub high: f64,
+    /// Context before the extension, in tokens.
+    pub original: usize,
+}
+
 /// How base frequencies are changed for longer contexts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RopeScaling {
     /// They are not.
     None,
+    /// All are divided by a factor.
+    Linear(f64),
+    /// Llama 3.
+    Llama3(Llama3Rope),
     /// YaRN.
     Yarn(Yarn),
 }
@@ -99,8 +116,11 @@ impl Rope {
     /// `original * factor`; `max_position_embeddings` is that same length in published files, the
     /// unextended one in some, and never multiplied again.
     pub(super) fn context(&self, max_positions: usize) -> Result<usize, ModelConfigError> {
-        let RopeScaling::Yarn(yarn) = self.scaling else {
-            return Ok(max_positions);
+        let yarn = match self.scaling {
+            RopeScaling::Yarn(yarn) => yarn,
+            // The file announces the length before scaling, as vLLM reads it.
+            RopeScaling::Linear(factor) => return Ok((max_positions as f64 * factor) as usize),
+            RopeScaling::None | RopeScaling::Llama3(_) => return Ok(max_positions),
         };
         let extended = (yarn.original as f64 * yarn.factor).floor() as usize;
         if max_positions > extended {
@@ -120,6 +140,16 @@ impl Rope {
         let base = |i: usize| self.theta.powf(-2.0 * i as f64 / dim as f64);
         match self.scaling {
             RopeScaling::None => (0..dim / 2).map(|i| base(i) as f32).collect(),
+            RopeScaling::Linear(factor) => {
+                (0..dim / 2).map(|i| (base(i) / factor) as f32).collect()
+            }
+            RopeScaling::Llama3(llama) => (0..dim / 2)
+                .map(|i| {
+                    let turns = llama.original as f64 * base(i) / (2.0 * PI);
+                    let r = ((turns - llama.low) / (llama.high - llama.low)).clamp(0.0, 1.0);
+                    (r * base(i) + (1.0 - r) * base(i) / llama.factor) as f32
+                })
+                .collect(),
             RopeScaling::Yarn(yarn) => {
                 let (low, high) = yarn.ramp(self.theta, dim);
                 (0..dim / 2)
@@ -135,8 +165,8 @@ impl Rope {
     /// Factor on cos and sin.
     pub fn cos_sin_factor(&self) -> f32 {
         match self.scaling {
-            RopeScaling::None => 1.0,
             RopeScaling::Yarn(yarn) => yarn.cos_sin_factor() as f32,
+            _ => 1.0,
         }
     }
 
@@ -144,7 +174,7 @@ impl Rope {
     pub fn softmax_correction(&self) -> f64 {
         match self.scaling {
             RopeScaling::Yarn(yarn) => yarn.mscale_all_dim.map_or(1.0, |m| yarn.msc(m).powi(2)),
-            RopeScaling::None => 1.0,
+            _ => 1.0,
         }
     }
 
@@ -152,6 +182,19 @@ impl Rope {
     pub(super) fn identity(&self) -> String {
         match self.scaling {
             RopeScaling::None => format!("theta {:016x}", self.theta.to_bits()),
+            RopeScaling::Linear(factor) => format!(
+                "theta {:016x} linear {:016x}",
+                self.theta.to_bits(),
+                factor.to_bits()
+            ),
+            RopeScaling::Llama3(llama) => format!(
+                "theta {:016x} llama3 {:016x} {:016x} {:016x} {}",
+                self.theta.to_bits(),
+                llama.factor.to_bits(),
+                llama.low.to_bits(),
+                llama.high.to_bits(),
+                llama.original
+            ),
             RopeScaling::Yarn(y) => format!(
                 "theta {:016x} yarn {:016x} {} {:016x} {:016x} {:016x} {:016x} {}",
                 self.theta.to_bits(),
@@ -204,18 +247,24 @@ impl Yarn {
 
 /// One of the two objects. transformers writes `rope_type`, older files `type`.
 fn parse_scaling(f: &Fields<'_>) -> Result<RopeScaling, ModelConfigError> {
-    const ALLOWED: &[&str] = &["default", "yarn"];
+    const ALLOWED: &[&str] = &["default", "linear", "llama3", "yarn"];
     let old = f.one_of("type", ALLOWED)?;
     let new = f.one_of("rope_type", ALLOWED)?;
     if old.is_some() && new.is_some() && old != new {
         return Err(f.contradiction("type", "rope_type"));
     }
-    if new.or(old).unwrap_or("default") == "default" {
+    let kind = new.or(old).unwrap_or("default");
+    if kind == "default" {
         return Ok(RopeScaling::None);
     }
     let factor = f.positive("factor")?;
     if !(1.0..=65_536.0).contains(&factor) {
         return Err(f.bad_here("factor", "a number from 1 to 65536"));
+    }
+    match kind {
+        "linear" => return Ok(RopeScaling::Linear(factor)),
+        "llama3" => return parse_llama3(f, factor),
+        _ => {}
     }
     let yarn = Yarn {
         factor,
@@ -231,4 +280,17 @@ fn parse_scaling(f: &Fields<'_>) -> Result<RopeScaling, ModelConfigError> {
         return Err(f.contradiction("beta_fast", "beta_slow"));
     }
     Ok(RopeScaling::Yarn(yarn))
+}
+
+fn parse_llama3(f: &Fields<'_>, factor: f64) -> Result<RopeScaling, ModelConfigError> {
+    let llama = Llama3Rope {
+        factor,
+        low: f.positive("low_freq_factor")?,
+        high: f.positive("high_freq_factor")?,
+        original: f.size("original_max_position_embeddings", 1 << 30)?,
+    };
+    if llama.low >= llama.high {
+        return Err(f.contradiction("low_freq_factor", "high_freq_factor"));
+    }
+    Ok(RopeScaling::Llama3(llama))
 }

@@ -1,90 +1,425 @@
-use crate::weights::{Checkpoint, WeightDtype, WeightsError};
+use crate::weights::{Checkpoint, Scheme, WeightDtype, WeightsError};
 use crate::{ModelError, Progress};
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
-use twinfer_config::model::TensorSpecs;
-use twinfer_kernels::{Matrix, bf16};
+use twinfer_config::model::{TensorKind, TensorSpec, TensorSpecs};
+use twinfer_kernels::{
+    Activation, Compute, DType, Format, Int8Rows, Matrix, RowScales, Weight, bf16,
+};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
+
+use super::norm::Norm;
 
 /// Reads tensors by name into the forms the kernels want, from any number of threads, and hashes
 /// their bytes on the way.
 pub(crate) struct Builder<'a> {
-    specs: &'a TensorSpecs,
     checkpoint: &'a Checkpoint,
-    index: HashMap<&'a str, usize>,
-    hashes: Vec<Mutex<u128>>,
+    packing: Packing,
+    hashes: Mutex<BTreeMap<String, u128>>,
     done: AtomicU64,
     progress: Option<Progress<'a>>,
     stop: AtomicBool,
+}
+
+/// What becomes of weights that are stored as plain numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Packing {
+    /// What layers compute in that are not quantised.
+    pub(crate) float: Compute,
+    /// Quantise linear layers to int8.
+    pub(crate) quantize: bool,
 }
 
 /// Values as stored.
 enum Stored {
     Bf16(Vec<bf16>),
     F32(Vec<f32>),
+    F16(Vec<half::f16>),
+    F8(Vec<u8>),
+    I8(Vec<i8>),
+    I32(Vec<i32>),
+    I64(Vec<i64>),
+}
+
+/// int8 rows of one matrix, with what scales them.
+struct Quantised {
+    values: Vec<i8>,
+    scales: Scales,
+    activation: Activation,
+    bias: Option<Vec<f32>>,
+}
+
+enum Scales {
+    Channel(Vec<f32>),
+    Dequant { scale: Vec<f32>, bias: Vec<i32> },
+}
+
+impl Packing {
+    /// What a linear layer that is stored as plain numbers computes in.
+    fn linear(self) -> Compute {
+        if self.quantize {
+            Compute::W8A8
+        } else {
+            self.float
+        }
+    }
+
+    /// Bytes that the weights of `specs` will take, `None` on overflow. Fused matrices take a little less.
+    pub(crate) fn bytes(self, specs: &TensorSpecs, checkpoint: &Checkpoint) -> Option<u64> {
+        let mut total = 0u64;
+        for spec in &specs.tensors {
+            let bytes = self.tensor_bytes(spec, checkpoint)?;
+            total = total.checked_add(bytes as u64)?;
+            if specs.tied_head && spec.kind == TensorKind::Embedding {
+                let stored = stored_type(spec, checkpoint);
+                if !self.shares_embedding(stored) {
+                    let format = Format::of(self.linear(), stored);
+                    let head = Weight::packed_bytes(format, spec.shape[0], spec.shape[1])?;
+                    total = total.checked_add(head as u64)?;
+                }
+            }
+        }
+        Some(total)
+    }
+
+    fn tensor_bytes(self, spec: &TensorSpec, checkpoint: &Checkpoint) -> Option<usize> {
+        let (rows, cols) = match spec.shape[..] {
+            [rows, cols] => (rows, cols),
+            _ => return usize::try_from(spec.len()).ok()?.checked_mul(4),
+        };
+        let stored = stored_type(spec, checkpoint);
+        let format = match spec.kind {
+            TensorKind::Linear if spec.name.ends_with("kv_b_proj.weight") => {
+                Format::Plain(self.dense(checkpoint.scheme(&spec.name), stored))
+            }
+            TensorKind::Linear => match checkpoint.scheme(&spec.name) {
+                Scheme::Plain | Scheme::BlockFp8 { .. } => Format::of(self.linear(), stored),
+                _ => Format::Int8(Activation::PerToken),
+            },
+            _ => Format::Plain(stored),
+        };
+        Weight::packed_bytes(format, rows, cols)
+    }
+
+    /// Type of real values made of a matrix.
+    fn dense(self, scheme: Scheme, stored: DType) -> DType {
+        match (scheme, self.float) {
+            (Scheme::Plain, _) => stored,
+            (_, Compute::F32) => DType::F32,
+            _ => DType::Bf16,
+        }
+    }
+
+    /// Is the packed head an exact copy of the embedding, so that rows can be looked up there?
+    pub(crate) fn shares_embedding(self, stored: DType) -> bool {
+        match self.linear() {
+            Compute::F32 => true,
+            Compute::Bf16 => stored == DType::Bf16,
+            Compute::W8A8 => false,
+        }
+    }
+}
+
+/// Type of a tensor's real values in memory, before packing.
+fn stored_type(spec: &TensorSpec, checkpoint: &Checkpoint) -> DType {
+    match checkpoint.dtype(&spec.name) {
+        Some(WeightDtype::Bf16) => DType::Bf16,
+        _ => DType::F32,
+    }
 }
 
 impl<'a> Builder<'a> {
     pub(crate) fn new(
-        specs: &'a TensorSpecs,
         checkpoint: &'a Checkpoint,
+        packing: Packing,
         progress: Option<Progress<'a>>,
     ) -> Self {
-        let index = specs
-            .tensors
-            .iter()
-            .enumerate()
-            .map(|(i, spec)| (spec.name.as_str(), i))
-            .collect();
-        let hashes = specs.tensors.iter().map(|_| Mutex::new(0)).collect();
-        let (done, stop) = (AtomicU64::new(0), AtomicBool::new(false));
         Self {
-            specs,
             checkpoint,
-            index,
-            hashes,
-            done,
+            packing,
+            hashes: Mutex::default(),
+            done: AtomicU64::new(0),
             progress,
-            stop,
+            stop: AtomicBool::new(false),
         }
     }
 
-    /// A matrix `[out, in]`, type as stored.
-    pub(crate) fn matrix(&self, name: &str) -> Result<Matrix, ModelError> {
-        let (stored, shape) = self.stored(name)?;
-        let (rows, cols) = (shape[0], shape[1]);
-        Ok(match stored {
-            Stored::Bf16(values) => Matrix::from_bf16(rows, cols, values)?,
-            Stored::F32(values) => Matrix::from_f32(rows, cols, values)?,
-        })
+    /// What becomes of plain weights.
+    pub(crate) fn packing(&self) -> Packing {
+        self.packing
     }
 
     /// A vector as f32.
     pub(crate) fn vector(&self, name: &str) -> Result<Vec<f32>, ModelError> {
-        Ok(match self.stored(name)?.0 {
-            Stored::Bf16(values) => values.iter().map(|value| value.to_f32()).collect(),
-            Stored::F32(values) => values,
+        Ok(self.stored(name)?.floats())
+    }
+
+    /// A norm by its module, with what outlier suppression may have left there.
+    pub(crate) fn norm(&self, module: &str, epsilon: f32) -> Result<Norm, ModelError> {
+        let mut weight = self.vector(&format!("{module}.weight"))?;
+        let mut bias = self.vector_if(&format!("{module}.bias"))?;
+        if let Some(inner) = self.vector_if(&format!("{module}.module.weight"))? {
+            weight = inner;
+        }
+        if let Some(inner) = self.vector_if(&format!("{module}.module.bias"))? {
+            bias = Some(inner);
+        }
+        Ok(Norm {
+            weight,
+            bias,
+            epsilon,
         })
     }
 
-    /// A matrix cut into consecutive pieces of `rows` rows each, a pattern that repeats over all
-    /// rows; each piece a matrix of its own.
+    fn vector_if(&self, name: &str) -> Result<Option<Vec<f32>>, ModelError> {
+        match self.checkpoint.dtype(name) {
+            None => Ok(None),
+            Some(_) => self.vector(name).map(Some),
+        }
+    }
+
+    /// A matrix `[out, in]` of plain numbers, type as stored.
+    pub(crate) fn plain(&self, name: &str) -> Result<Matrix, ModelError> {
+        let (rows, cols) = self.shape(name)?;
+        Ok(match self.stored(name)? {
+            Stored::Bf16(values) => Matrix::from_bf16(rows, cols, values)?,
+            other => Matrix::from_f32(rows, cols, other.floats())?,
+        })
+    }
+
+    /// A router: computed in f32 whatever else is.
+    pub(crate) fn router(&self, name: &str) -> Result<Weight, ModelError> {
+        Ok(Weight::pack(Compute::F32, &[&self.plain(name)?])?)
+    }
+
+    /// The embedding as head.
+    pub(crate) fn tied_head(&self, embedding: &Matrix) -> Result<Weight, ModelError> {
+        Ok(Weight::pack(self.packing.linear(), &[embedding])?)
+    }
+
+    /// Linear layers with the same input, one below the other, with their biases.
+    pub(crate) fn linear<S: AsRef<str>>(&self, modules: &[S]) -> Result<Weight, ModelError> {
+        let name = |module: &S| format!("{}.weight", module.as_ref());
+        let float = modules.iter().all(|module| {
+            matches!(
+                self.checkpoint.scheme(&name(module)),
+                Scheme::Plain | Scheme::BlockFp8 { .. }
+            )
+        });
+        let (weight, biases) = if float {
+            let mut parts = Vec::with_capacity(modules.len());
+            let mut biases = Vec::with_capacity(modules.len());
+            for module in modules {
+                parts.push(self.dense(&name(module))?);
+                biases.push(self.vector_if(&format!("{}.bias", module.as_ref()))?);
+            }
+            let parts: Vec<&Matrix> = parts.iter().collect();
+            let rows: Vec<usize> = parts.iter().map(|part| part.rows()).collect();
+            (
+                Weight::pack(self.packing.linear(), &parts)?,
+                joined(biases, &rows),
+            )
+        } else {
+            self.int8(modules)?
+        };
+        Ok(match biases {
+            Some(bias) => weight.with_bias(bias)?,
+            None => weight,
+        })
+    }
+
+    /// Linear layers stored as int8.
+    fn int8<S: AsRef<str>>(
+        &self,
+        modules: &[S],
+    ) -> Result<(Weight, Option<Vec<f32>>), ModelError> {
+        let mut parts = Vec::with_capacity(modules.len());
+        let mut cols = 0;
+        for module in modules {
+            let name = format!("{}.weight", module.as_ref());
+            if matches!(
+                self.checkpoint.scheme(&name),
+                Scheme::Plain | Scheme::BlockFp8 { .. }
+            ) {
+                return Err(refused(format!(
+                    "{name} is not quantised, but others that take the same input are; allowed: all or none of them"
+                )));
+            }
+            cols = self.shape(&name)?.1;
+            parts.push(self.quantised(module.as_ref())?);
+        }
+        let Some(activation) = parts.first().map(|part| part.activation) else {
+            return Err(refused("a linear layer of no matrices".to_owned()));
+        };
+        if let Some(at) = parts.iter().position(|part| part.activation != activation) {
+            return Err(refused(format!(
+                "{}.weight is quantised for {:?}, but {}.weight, which takes the same input, for {activation:?}; allowed: the same for both",
+                modules[at].as_ref(),
+                parts[at].activation,
+                modules[0].as_ref(),
+            )));
+        }
+        let rows: Vec<Int8Rows<'_>> = parts
+            .iter()
+            .map(|part| Int8Rows {
+                values: &part.values,
+                scales: match &part.scales {
+                    Scales::Channel(scales) => RowScales::Channel(scales),
+                    Scales::Dequant { scale, bias } => RowScales::Dequant { scale, bias },
+                },
+            })
+            .collect();
+        let weight = Weight::pack_int8(cols, &rows, activation)?;
+        drop(rows);
+        let counts: Vec<usize> = parts.iter().map(|part| part.values.len() / cols).collect();
+        let biases = parts.into_iter().map(|part| part.bias).collect();
+        Ok((weight, joined(biases, &counts)))
+    }
+
+    /// One matrix in int8 with all that belongs to it.
+    fn quantised(&self, module: &str) -> Result<Quantised, ModelError> {
+        let name = format!("{module}.weight");
+        let part = |part: &str| format!("{module}.{part}");
+        let (rows, cols) = self.shape(&name)?;
+        let Stored::I8(values) = self.stored(&name)? else {
+            return Err(refused(format!("{name} is not I8")));
+        };
+        let offset = self.vector_if(&part("weight_offset"))?;
+        if offset.is_some_and(|offset| offset.iter().any(|value| *value != 0.0)) {
+            return Err(refused(format!(
+                "{} is not zero; allowed: symmetric weights, whose offset is 0",
+                part("weight_offset")
+            )));
+        }
+        let bias = self.vector_if(&part("bias"))?;
+        let scheme = self.checkpoint.scheme(&name);
+        let channel = || -> Result<Vec<f32>, ModelError> {
+            let mut scales = self.vector(&part("weight_scale"))?;
+            if scales.len() == 1 {
+                scales.resize(rows, scales[0]);
+            }
+            Ok(scales)
+        };
+        let fixed = |offset: &str| -> Result<Activation, ModelError> {
+            let scale = self.vector(&part("input_scale"))?;
+            let offset = self.vector_if(&part(offset))?.unwrap_or_default();
+            let offset = offset.first().copied().unwrap_or(0.0);
+            let scale = scale.first().copied().unwrap_or(0.0);
+            if !(scale > 0.0 && scale.is_finite()) {
+                return Err(refused(format!(
+                    "{} is {scale}; allowed: a number above 0",
+                    part("input_scale")
+                )));
+            }
+            if offset.fract() != 0.0 || !(-128.0..=127.0).contains(&offset) {
+                return Err(refused(format!(
+                    "the input's offset of {module} is {offset}; allowed: -128 to 127"
+                )));
+            }
+            Ok(Activation::Static {
+                scale,
+                offset: offset as i32,
+            })
+        };
+        let (scales, activation, bias) = match scheme {
+            Scheme::Static { .. } => (Scales::Channel(channel()?), fixed("input_zero_point")?, bias),
+            Scheme::SlimStatic => {
+                // Read for the hash of the weights; it is part of deq_scale.
+                self.vector_if(&part("weight_scale"))?;
+                let scales = Scales::Dequant {
+                    scale: self.deq_scale(&part("deq_scale"))?,
+                    bias: self.integers(&part("quant_bias"))?,
+                };
+                // quant_bias holds the layer's own bias too.
+                (scales, fixed("input_offset")?, None)
+            }
+            Scheme::SlimMix => {
+                let scale = self.deq_scale(&part("deq_scale"))?;
+                let quant_bias = self.integers(&part("quant_bias"))?;
+                let Activation::Static { offset, .. } = fixed("input_offset")? else {
+                    return Err(refused(format!("{name} has no static activations")));
+                };
+                let own = own_bias(&values, cols, offset, &quant_bias, &scale);
+                (
+                    Scales::Channel(channel()?),
+                    Activation::PerToken,
+                    bias.or(own),
+                )
+            }
+            _ => (Scales::Channel(channel()?), Activation::PerToken, bias),
+        };
+        Ok(Quantised {
+            values,
+            scales,
+            activation,
+            bias,
+        })
+    }
+
+    /// A linear layer's matrix as real numbers.
+    pub(crate) fn dense(&self, name: &str) -> Result<Matrix, ModelError> {
+        let (rows, cols) = self.shape(name)?;
+        let module = name.strip_suffix(".weight").unwrap_or(name);
+        let scheme = self.checkpoint.scheme(name);
+        let mut values = match scheme {
+            Scheme::Plain => return self.plain(name),
+            Scheme::BlockFp8 {
+                rows: block_rows,
+                cols: block_cols,
+            } => {
+                let Stored::F8(bytes) = self.stored(name)? else {
+                    return Err(refused(format!("{name} is not F8_E4M3")));
+                };
+                let factors = self.vector(&format!("{module}.weight_scale_inv"))?;
+                let table = e4m3_table();
+                let per_row = cols.div_ceil(block_cols);
+                let mut values = Vec::with_capacity(bytes.len());
+                for (row, bytes) in bytes.chunks_exact(cols).enumerate() {
+                    let factors = &factors[row / block_rows * per_row..][..per_row];
+                    for (bytes, factor) in bytes.chunks(block_cols).zip(factors) {
+                        values.extend(bytes.iter().map(|byte| table[usize::from(*byte)] * factor));
+                    }
+                }
+                values
+            }
+            _ => {
+                let quantised = self.quantised(module)?;
+                let scales = match quantised.scales {
+                    Scales::Channel(scales) => scales,
+                    Scales::Dequant { scale, .. } => {
+                        let Activation::Static { scale: input, .. } = quantised.activation else {
+                            return Err(refused(format!("{name} has no static activations")));
+                        };
+                        scale.iter().map(|scale| scale / input).collect()
+                    }
+                };
+                let values = quantised.values.chunks_exact(cols).zip(scales);
+                values
+                    .flat_map(|(row, scale)| row.iter().map(move |q| f32::from(*q) * scale))
+                    .collect()
+            }
+        };
+        if self.packing.dense(scheme, DType::F32) == DType::F32 || self.packing.quantize {
+            return Ok(Matrix::from_f32(rows, cols, values)?);
+        }
+        twinfer_kernels::round_to_bf16(&mut values);
+        let narrow = values.iter().map(|value| bf16::from_f32(*value)).collect();
+        Ok(Matrix::from_bf16(rows, cols, narrow)?)
+    }
+
+    /// A linear layer cut into consecutive pieces of `rows` rows each, a pattern that repeats over all
+    /// rows; each piece a matrix of real numbers of its own.
     pub(crate) fn pieces(&self, name: &str, pattern: &[usize]) -> Result<Vec<Matrix>, ModelError> {
-        let (stored, shape) = self.stored(name)?;
-        let cols = shape[1];
+        let whole = self.dense(name)?;
         let mut pieces = Vec::new();
         let mut row = 0;
         for rows in pattern.iter().cycle() {
-            if row >= shape[0] {
+            if row >= whole.rows() {
                 break;
             }
-            let range = row * cols..(row + rows) * cols;
+            pieces.push(whole.row_range(row..row + rows)?);
             row += rows;
-            pieces.push(match &stored {
-                Stored::Bf16(values) => Matrix::from_bf16(*rows, cols, values[range].to_vec())?,
-                Stored::F32(values) => Matrix::from_f32(*rows, cols, values[range].to_vec())?,
-            });
         }
         Ok(pieces)
     }
@@ -137,12 +472,8 @@ impl<'a> Builder<'a> {
         let Some(head) = self.checkpoint.read_spare_head()? else {
             return Ok(None);
         };
-        let embedding = self.index.get("model.embed_tokens.weight").map(|tensor| {
-            *self.hashes[*tensor]
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-        });
-        let differs = embedding != Some(xxh3_128(&head));
+        let hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
+        let differs = hashes.get("model.embed_tokens.weight") != Some(&xxh3_128(&head));
         Ok(differs.then(|| {
             "tie_word_embeddings is true, but lm_head.weight differs from the embedding; the embedding is used".to_owned()
         }))
@@ -152,16 +483,13 @@ impl<'a> Builder<'a> {
     /// over files. Valid once all have been read.
     pub(crate) fn weights_hash(&self) -> String {
         let mut hash = Xxh3::new();
-        for (tensor, spec) in self.specs.tensors.iter().enumerate() {
-            let bytes = *self.hashes[tensor]
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
+        let hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
+        for (name, bytes) in hashes.iter() {
             hash.update(
                 format!(
-                    "{} {:?} {:?} {bytes:032x}\n",
-                    spec.name,
-                    self.checkpoint.dtype(tensor),
-                    spec.shape
+                    "{name} {:?} {:?} {bytes:032x}\n",
+                    self.checkpoint.dtype(name),
+                    self.checkpoint.shape(name).unwrap_or_default()
                 )
                 .as_bytes(),
             );
@@ -169,39 +497,144 @@ impl<'a> Builder<'a> {
         format!("{:032x}", hash.digest128())
     }
 
-    fn stored(&self, name: &str) -> Result<(Stored, &'a [usize]), ModelError> {
-        // Names come from the same config as the specs; a slip between the two is a bug, not bad input.
-        let tensor = *self.index.get(name).ok_or_else(|| WeightsError::Tensors {
-            missing: vec![name.to_owned()],
-            wrong: Vec::new(),
-        })?;
-        let shape = &self.specs.tensors[tensor].shape;
-        let count: usize = shape.iter().product();
-        let stored = match self.checkpoint.dtype(tensor) {
-            Some(WeightDtype::Bf16) => {
-                let mut values = vec![bf16::ZERO; count];
-                self.read(tensor, bytemuck::cast_slice_mut(&mut values))?;
-                Stored::Bf16(values)
-            }
-            _ => {
-                let mut values = vec![0f32; count];
-                self.read(tensor, bytemuck::cast_slice_mut(&mut values))?;
-                Stored::F32(values)
-            }
-        };
-        Ok((stored, shape))
+    /// ModelSlim's `deq_scale`: f32, or i64 that holds the bits of an f32.
+    fn deq_scale(&self, name: &str) -> Result<Vec<f32>, ModelError> {
+        Ok(match self.stored(name)? {
+            Stored::I64(values) => values
+                .iter()
+                .map(|value| f32::from_bits(*value as u32))
+                .collect(),
+            other => other.floats(),
+        })
     }
 
-    fn read(&self, tensor: usize, buffer: &mut [u8]) -> Result<(), ModelError> {
-        self.checkpoint.read(tensor, buffer)?;
-        *self.hashes[tensor]
+    fn integers(&self, name: &str) -> Result<Vec<i32>, ModelError> {
+        match self.stored(name)? {
+            Stored::I32(values) => Ok(values),
+            _ => Err(refused(format!("{name} is not I32"))),
+        }
+    }
+
+    fn shape(&self, name: &str) -> Result<(usize, usize), ModelError> {
+        match self.checkpoint.shape(name) {
+            Some([rows, cols]) => Ok((*rows, *cols)),
+            _ => Err(absent(name)),
+        }
+    }
+
+    fn stored(&self, name: &str) -> Result<Stored, ModelError> {
+        let (Some(dtype), Some(shape)) =
+            (self.checkpoint.dtype(name), self.checkpoint.shape(name))
+        else {
+            return Err(absent(name));
+        };
+        let count: usize = shape.iter().product();
+        Ok(match dtype {
+            WeightDtype::Bf16 => Stored::Bf16(self.read(name, count)?),
+            WeightDtype::F32 => Stored::F32(self.read(name, count)?),
+            WeightDtype::F16 => Stored::F16(self.read(name, count)?),
+            WeightDtype::F8E4M3 => Stored::F8(self.read(name, count)?),
+            WeightDtype::I8 => Stored::I8(self.read(name, count)?),
+            WeightDtype::I32 => Stored::I32(self.read(name, count)?),
+            WeightDtype::I64 => Stored::I64(self.read(name, count)?),
+        })
+    }
+
+    fn read<T: bytemuck::Pod>(&self, name: &str, count: usize) -> Result<Vec<T>, ModelError> {
+        let mut values = vec![T::zeroed(); count];
+        let buffer: &mut [u8] = bytemuck::cast_slice_mut(&mut values);
+        self.checkpoint.read(name, buffer)?;
+        let hash = xxh3_128(buffer);
+        let length = buffer.len() as u64;
+        self.hashes
             .lock()
-            .unwrap_or_else(PoisonError::into_inner) = xxh3_128(buffer);
-        let done =
-            self.done.fetch_add(buffer.len() as u64, Ordering::Relaxed) + buffer.len() as u64;
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(name.to_owned(), hash);
+        let done = self.done.fetch_add(length, Ordering::Relaxed) + length;
         if let Some(progress) = self.progress {
             progress(done, self.checkpoint.bytes());
         }
-        Ok(())
+        Ok(values)
     }
+}
+
+impl Stored {
+    fn floats(self) -> Vec<f32> {
+        match self {
+            Self::Bf16(values) => values.iter().map(|value| value.to_f32()).collect(),
+            Self::F32(values) => values,
+            Self::F16(values) => values.iter().map(|value| value.to_f32()).collect(),
+            Self::F8(values) => {
+                let table = e4m3_table();
+                values.iter().map(|byte| table[usize::from(*byte)]).collect()
+            }
+            Self::I8(values) => values.iter().map(|value| f32::from(*value)).collect(),
+            Self::I32(values) => values.iter().map(|value| *value as f32).collect(),
+            Self::I64(values) => values.iter().map(|value| *value as f32).collect(),
+        }
+    }
+}
+
+/// The biases of parts of `rows` rows each, one behind the other, with zeros for those that have none.
+fn joined(biases: Vec<Option<Vec<f32>>>, rows: &[usize]) -> Option<Vec<f32>> {
+    if biases.iter().all(Option::is_none) {
+        return None;
+    }
+    let parts = biases.into_iter().zip(rows);
+    Some(
+        parts
+            .flat_map(|(bias, rows)| bias.unwrap_or_else(|| vec![0.0; *rows]))
+            .collect(),
+    )
+}
+
+/// The layer's own bias inside `quant_bias`, if there is one: what is left when the offset's part
+/// `-offset * sum(row)` is taken out, times `deq_scale`.
+fn own_bias(
+    values: &[i8],
+    cols: usize,
+    offset: i32,
+    quant_bias: &[i32],
+    deq_scale: &[f32],
+) -> Option<Vec<f32>> {
+    let bias: Vec<f32> = values
+        .chunks_exact(cols)
+        .zip(quant_bias)
+        .zip(deq_scale)
+        .map(|((row, quant), scale)| {
+            let sum: i64 = row.iter().map(|q| i64::from(*q)).sum();
+            (i64::from(*quant) + i64::from(offset) * sum) as f32 * scale
+        })
+        .collect();
+    bias.iter().any(|value| *value != 0.0).then_some(bias)
+}
+
+/// fp8 e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433): bias 7, subnormals m/8 * 2^-6, no infinity.
+fn e4m3_table() -> [f32; 256] {
+    std::array::from_fn(|byte| {
+        let (exponent, mantissa) = ((byte >> 3 & 15) as i32, (byte & 7) as f32);
+        let magnitude = match (exponent, byte & 7) {
+            (15, 7) => f32::NAN,
+            (0, _) => mantissa / 8.0 * 2f32.powi(-6),
+            _ => (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7),
+        };
+        if byte & 0x80 == 0 { magnitude } else { -magnitude }
+    })
+}
+
+fn absent(name: &str) -> ModelError {
+    // Names come from the same config as the specs; a slip between the two is a bug, not bad input.
+    WeightsError::Tensors {
+        missing: vec![name.to_owned()],
+        wrong: Vec::new(),
+    }
+    .into()
+}
+
+fn refused(reason: String) -> ModelError {
+    WeightsError::Tensors {
+        missing: Vec::new(),
+        wrong: vec![reason],
+    }
+    .into()
 }

@@ -1,84 +1,110 @@
-use crate::{ExecError, SeqWork};
+use super::scratch::recycled;
+use super::step::Span;
+use crate::ExecError;
 use std::ops::Range;
 use twinfer_kernels::{DType, store_f32};
+use twinfer_protocol::BlockId;
 use twinfer_sys::{BlockArena, BlockError, BlockRead, BlockWrite};
 
 /// Borrows of all blocks that a step touches: for each sequence the blocks before its first new
 /// position for reading, the others for writing.
 pub(crate) struct KvStep<'a> {
-    seqs: Vec<SeqKv<'a>>,
+    reads: Vec<BlockRead<'a>>,
+    writes: Vec<BlockWrite<'a>>,
+    seqs: Vec<SeqKv>,
     block_size: usize,
     row_bytes: usize,
     dtype: DType,
 }
 
-struct SeqKv<'a> {
-    /// Blocks `0..reads.len()`.
-    reads: Vec<BlockRead<'a>>,
-    /// The blocks behind them.
-    writes: Vec<BlockWrite<'a>>,
+/// Memory of a [`KvStep`], kept between steps.
+#[derive(Default)]
+pub(crate) struct KvBuffers {
+    reads: Vec<BlockRead<'static>>,
+    writes: Vec<BlockWrite<'static>>,
+    seqs: Vec<SeqKv>,
+}
+
+struct SeqKv {
+    /// Of the blocks borrowed for reading; they hold the positions before those of `writes`.
+    reads: Range<usize>,
+    writes: Range<usize>,
     start: usize,
     tokens: usize,
 }
 
-/// One layer's units of all sequences, in order of position.
-pub(crate) struct LayerUnits<'a> {
-    units: Vec<&'a [u8]>,
-    ends: Vec<usize>,
+/// Shape of a position's KV in one layer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct KvLayout {
+    pub(crate) block_size: usize,
+    /// Values per position.
+    pub(crate) width: usize,
+    pub(crate) dtype: DType,
 }
 
 impl<'a> KvStep<'a> {
-    /// Borrows the blocks of a batch. `width` values of `dtype` per position.
-    pub(crate) fn open(
+    /// Borrows the blocks of a batch: spans of rows, each with its block table.
+    pub(crate) fn open<'b>(
         arena: &'a BlockArena,
-        works: &[SeqWork<'_>],
-        block_size: usize,
-        width: usize,
-        dtype: DType,
+        layout: KvLayout,
+        buffers: KvBuffers,
+        works: impl Iterator<Item = (&'b Span, &'b [BlockId])>,
     ) -> Result<Self, ExecError> {
-        let mut seqs = Vec::with_capacity(works.len());
-        for work in works {
-            let end = work.start + work.tokens.len();
-            let blocks = work.blocks.get(..end.div_ceil(block_size)).ok_or_else(|| {
+        let mut kv = Self {
+            reads: recycled(buffers.reads),
+            writes: recycled(buffers.writes),
+            seqs: recycled(buffers.seqs),
+            block_size: layout.block_size,
+            row_bytes: layout.width * layout.dtype.size(),
+            dtype: layout.dtype,
+        };
+        for (span, blocks) in works {
+            let end = span.position + span.rows.len();
+            let needed = end.div_ceil(layout.block_size);
+            let blocks = blocks.get(..needed).ok_or_else(|| {
                 ExecError::OutOfRange(format!(
-                    "{end} positions in {} blocks of {block_size}",
-                    work.blocks.len()
+                    "{end} positions in {} blocks of {}",
+                    blocks.len(),
+                    layout.block_size
                 ))
             })?;
-            let (old, new) = blocks.split_at(work.start / block_size);
-            seqs.push(SeqKv {
-                reads: old
-                    .iter()
-                    .map(|block| arena.read(*block))
-                    .collect::<Result<_, _>>()
-                    .map_err(refused)?,
-                writes: new
-                    .iter()
-                    .map(|block| arena.write(*block))
-                    .collect::<Result<_, _>>()
-                    .map_err(refused)?,
-                start: work.start,
-                tokens: work.tokens.len(),
+            let (old, new) = blocks.split_at(span.position / layout.block_size);
+            let (reads, writes) = (kv.reads.len(), kv.writes.len());
+            for block in old {
+                kv.reads.push(arena.read(*block).map_err(refused)?);
+            }
+            for block in new {
+                kv.writes.push(arena.write(*block).map_err(refused)?);
+            }
+            kv.seqs.push(SeqKv {
+                reads: reads..kv.reads.len(),
+                writes: writes..kv.writes.len(),
+                start: span.position,
+                tokens: span.rows.len(),
             });
         }
-        Ok(Self {
-            seqs,
-            block_size,
-            row_bytes: width * dtype.size(),
-            dtype,
-        })
+        Ok(kv)
+    }
+
+    /// Gives the blocks back.
+    pub(crate) fn close(self) -> KvBuffers {
+        KvBuffers {
+            reads: recycled(self.reads),
+            writes: recycled(self.writes),
+            seqs: recycled(self.seqs),
+        }
     }
 
     /// Rounds the batch's rows `[rows, width]` to the KV type and stores them.
     pub(crate) fn write(&mut self, layer: usize, rows: &[f32]) -> Result<(), ExecError> {
         let width = self.row_bytes / self.dtype.size();
         let mut rows = rows.chunks_exact(width);
-        for seq in &mut self.seqs {
-            let first_block = seq.reads.len();
+        for seq in &self.seqs {
+            let first_block = seq.start / self.block_size;
+            let writes = &mut self.writes[seq.writes.clone()];
             for (position, row) in (seq.start..seq.start + seq.tokens).zip(&mut rows) {
                 let offset = position % self.block_size * self.row_bytes;
-                let unit = seq
-                    .writes
+                let unit = writes
                     .get_mut(position / self.block_size - first_block)
                     .and_then(|block| block.unit_mut(layer))
                     .and_then(|unit| unit.get_mut(offset..offset + self.row_bytes))
@@ -90,34 +116,32 @@ impl<'a> KvStep<'a> {
         Ok(())
     }
 
-    /// The units of a layer.
-    pub(crate) fn units(&self, layer: usize) -> Result<LayerUnits<'_>, ExecError> {
-        let count = self
-            .seqs
-            .iter()
-            .map(|seq| seq.reads.len() + seq.writes.len())
-            .sum();
-        let mut units = Vec::with_capacity(count);
-        let mut ends = Vec::with_capacity(self.seqs.len());
+    /// Appends the units of a layer to `units`: those of each sequence in order of position, as many as
+    /// [`KvStep::blocks`] says.
+    pub(crate) fn units<'s>(
+        &'s self,
+        layer: usize,
+        units: &mut Vec<&'s [u8]>,
+    ) -> Result<(), ExecError> {
         for seq in &self.seqs {
-            for block in &seq.reads {
+            for block in &self.reads[seq.reads.clone()] {
                 units.push(block.unit(layer).ok_or_else(|| no_unit(layer))?);
             }
-            for block in &seq.writes {
+            for block in &self.writes[seq.writes.clone()] {
                 units.push(block.unit(layer).ok_or_else(|| no_unit(layer))?);
             }
-            ends.push(units.len());
         }
-        Ok(LayerUnits { units, ends })
+        Ok(())
     }
-}
 
-impl LayerUnits<'_> {
-    /// The units of one sequence.
-    pub(crate) fn of(&self, work: usize) -> &[&[u8]] {
-        let start = if work == 0 { 0 } else { self.ends[work - 1] };
-        let range: Range<usize> = start..self.ends[work];
-        &self.units[range]
+    /// Blocks of each sequence, as ranges of what [`KvStep::units`] appends.
+    pub(crate) fn blocks(&self) -> impl Iterator<Item = Range<usize>> {
+        let mut end = 0;
+        self.seqs.iter().map(move |seq| {
+            let start = end;
+            end += seq.reads.len() + seq.writes.len();
+            start..end
+        })
     }
 }
 

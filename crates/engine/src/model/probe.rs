@@ -6,6 +6,12 @@ use std::ops::Range;
 pub enum Tap {
     /// Residual stream before a layer; layer `layers` is the output of the last. `[rows, hidden]`.
     Hidden,
+    /// Query of grouped-query attention, after norm and rotation. `[rows, heads * head_dim]`.
+    Query,
+    /// Its keys, before they are rounded to the KV type. `[rows, kv_heads * head_dim]`.
+    Key,
+    /// Its values, before they are rounded to the KV type. `[rows, kv_heads * head_dim]`.
+    Value,
     /// Query without position, after its norm and projection. `[rows, heads * nope]`.
     QueryNope,
     /// Query with position, after rotation. `[rows, heads * rope]`.

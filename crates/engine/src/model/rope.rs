@@ -40,6 +40,22 @@ impl RopeTable {
     }
 }
 
+/// cos and sin of a step's rows, `[rows, half]` each.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Angles<'a> {
+    pub(crate) cos: &'a [f32],
+    pub(crate) sin: &'a [f32],
+    pub(crate) half: usize,
+}
+
+impl<'a> Angles<'a> {
+    /// Those of one row.
+    pub(crate) fn of(&self, row: usize) -> (&'a [f32], &'a [f32]) {
+        let range = row * self.half..(row + 1) * self.half;
+        (&self.cos[range.clone()], &self.sin[range])
+    }
+}
+
 /// Sine and cosine of an angle in 0..2^19, to about 1e-16.
 fn sin_cos(angle: f64) -> (f64, f64) {
     let quarter = (angle * FRAC_2_PI).round();

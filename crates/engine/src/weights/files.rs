@@ -4,7 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const INDEX: &str = "model.safetensors.index.json";
+const SUFFIX: &str = ".safetensors";
+const INDEX_SUFFIX: &str = ".safetensors.index.json";
+/// Stems of weight files; ModelSlim has its own.
+const PLAIN: &str = "model";
+const MODEL_SLIM: &str = "quant_model_weight";
+/// ModelSlim's description, in all its names.
+const DESCRIPTION: &str = "quant_model_description";
 
 /// The weight files of a directory.
 pub(super) struct WeightFiles {
@@ -12,8 +18,10 @@ pub(super) struct WeightFiles {
     pub(super) shards: Vec<PathBuf>,
     /// Tensor to file name, as the index says; empty without an index.
     pub(super) map: BTreeMap<String, String>,
-    /// `model*.safetensors` that the index does not name.
+    /// Weight files that the index does not name.
     pub(super) unnamed: Vec<String>,
+    /// ModelSlim's description of the weights, if there is one.
+    pub(super) description: Option<PathBuf>,
 }
 
 impl WeightFiles {
@@ -23,33 +31,59 @@ impl WeightFiles {
             path: dir.to_owned(),
             reason,
         };
-        let weights: Vec<&String> = names
-            .iter()
-            .filter(|name| name.starts_with("model") && name.ends_with(".safetensors"))
-            .collect();
-        if names.contains(INDEX) {
-            return Self::indexed(dir, &weights);
-        }
-        match weights[..] {
-            [one] => Ok(Self {
-                shards: vec![inside(dir, one)?],
-                map: BTreeMap::new(),
-                unnamed: Vec::new(),
-            }),
-            [] => Err(layout(nothing_served(&names))),
-            _ => {
-                let list: Vec<&str> = weights.iter().map(|name| name.as_str()).collect();
-                Err(layout(format!(
-                    "has {} weight files ({}) but no {INDEX}; allowed: one model.safetensors, or several files with an index",
-                    list.len(),
-                    list.join(", ")
-                )))
+        let with = |stem: &str, suffix: &str| -> Vec<&String> {
+            let chosen = names
+                .iter()
+                .filter(|name| name.starts_with(stem) && name.ends_with(suffix));
+            chosen.collect()
+        };
+        let description = match with(DESCRIPTION, ".json")[..] {
+            [] => None,
+            [one] => Some(inside(dir, one)?),
+            [first, second, ..] => {
+                return Err(layout(format!(
+                    "has {first} and {second}; allowed: one description of the quantisation"
+                )));
             }
-        }
+        };
+        let stem = if description.is_some() && !with(MODEL_SLIM, SUFFIX).is_empty() {
+            MODEL_SLIM
+        } else {
+            PLAIN
+        };
+        let weights = with(stem, SUFFIX);
+        let mut files = match with(stem, INDEX_SUFFIX)[..] {
+            [index] => Self::indexed(dir, index, &weights)?,
+            [first, second, ..] => {
+                return Err(layout(format!(
+                    "has {first} and {second}; allowed: one index"
+                )));
+            }
+            [] => match weights[..] {
+                [one] => Self {
+                    shards: vec![inside(dir, one)?],
+                    map: BTreeMap::new(),
+                    unnamed: Vec::new(),
+                    description: None,
+                },
+                [] => return Err(layout(nothing_served(&names))),
+                _ => {
+                    let list: Vec<&str> = weights.iter().map(|name| name.as_str()).collect();
+                    return Err(layout(format!(
+                        "has {} weight files ({}) but no {stem}{INDEX_SUFFIX}; allowed: one {stem}.safetensors, or several files with an index",
+                        list.len(),
+                        list.join(", ")
+                    )));
+                }
+            },
+        };
+        files.description = description;
+        Ok(files)
     }
 
-    fn indexed(dir: &Path, weights: &[&String]) -> Result<Self, WeightsError> {
-        let index = inside(dir, INDEX)?;
+    fn indexed(dir: &Path, name: &str, weights: &[&String]) -> Result<Self, WeightsError> {
+        let index = inside(dir, name)?;
+        let whole = name.replace(INDEX_SUFFIX, SUFFIX);
         let bad = |reason: String| WeightsError::File {
             path: index.clone(),
             reason,
@@ -93,11 +127,11 @@ impl WeightFiles {
                 unnamed,
             });
         }
-        if unnamed.iter().any(|name| name == "model.safetensors") {
+        if unnamed.contains(&whole) {
             return Err(WeightsError::Layout {
                 path: dir.to_owned(),
                 reason: format!(
-                    "has model.safetensors and an {INDEX} that does not name it; remove the one that is not meant"
+                    "has {whole} and a {name} that does not name it; remove the one that is not meant"
                 ),
             });
         }
@@ -109,6 +143,7 @@ impl WeightFiles {
             shards,
             map,
             unnamed,
+            description: None,
         })
     }
 }

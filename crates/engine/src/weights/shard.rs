@@ -19,13 +19,24 @@ pub enum WeightDtype {
     Bf16,
     /// float32.
     F32,
+    /// float16.
+    F16,
+    /// fp8 e4m3fn: no infinity, 0x7f and 0xff are no numbers.
+    F8E4M3,
+    /// Signed bytes.
+    I8,
+    /// Signed 32-bit numbers.
+    I32,
+    /// Signed 64-bit numbers.
+    I64,
 }
 
 /// Where a tensor lies.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Place {
     pub(super) shard: usize,
     pub(super) dtype: WeightDtype,
+    pub(super) shape: Vec<usize>,
     pub(super) offset: u64,
     pub(super) len: usize,
 }
@@ -47,9 +58,37 @@ impl WeightDtype {
     /// Bytes of one value.
     pub const fn bytes(self) -> usize {
         match self {
-            Self::Bf16 => 2,
-            Self::F32 => 4,
+            Self::F8E4M3 | Self::I8 => 1,
+            Self::Bf16 | Self::F16 => 2,
+            Self::F32 | Self::I32 => 4,
+            Self::I64 => 8,
         }
+    }
+
+    /// Name in the safetensors format.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Bf16 => "BF16",
+            Self::F32 => "F32",
+            Self::F16 => "F16",
+            Self::F8E4M3 => "F8_E4M3",
+            Self::I8 => "I8",
+            Self::I32 => "I32",
+            Self::I64 => "I64",
+        }
+    }
+
+    fn of(dtype: Dtype) -> Option<Self> {
+        Some(match dtype {
+            Dtype::BF16 => Self::Bf16,
+            Dtype::F32 => Self::F32,
+            Dtype::F16 => Self::F16,
+            Dtype::F8_E4M3 => Self::F8E4M3,
+            Dtype::I8 => Self::I8,
+            Dtype::I32 => Self::I32,
+            Dtype::I64 => Self::I64,
+            _ => return None,
+        })
     }
 }
 
@@ -144,17 +183,14 @@ impl Shard {
             .filter_map(|name| self.header.info(name).map(|info| (name.as_str(), info)))
     }
 
-    /// Where a tensor of this shard lies; its type if that is not served.
+    /// Where a tensor of this shard lies; its type if that is none of [`WeightDtype`].
     pub(super) fn place(&self, shard: usize, info: &TensorInfo) -> Result<Place, String> {
-        let dtype = match info.dtype {
-            Dtype::BF16 => WeightDtype::Bf16,
-            Dtype::F32 => WeightDtype::F32,
-            other => return Err(format!("{other:?}")),
-        };
+        let dtype = WeightDtype::of(info.dtype).ok_or_else(|| format!("{:?}", info.dtype))?;
         let (begin, end) = info.data_offsets;
         Ok(Place {
             shard,
             dtype,
+            shape: info.shape.clone(),
             offset: self.data_start + begin as u64,
             len: end - begin,
         })

@@ -1,0 +1,304 @@
+//! What all families have in common: embedding, layers with a norm before attention and one before the
+//! network, a last norm, a head.
+
+use super::ffn::Ffn;
+use super::gqa::Gqa;
+use super::mla::Mla;
+use super::moe::Moe;
+use super::norm::Norm;
+use super::probe::Taps;
+use super::rope::{Angles, RopeTable};
+use super::rows::for_rows;
+use super::scratch::{Scratch, sized};
+use super::step::Step;
+use super::{Builder, KvStep, Tap, deepseek, llama, qwen};
+use crate::{ExecError, ModelError, SeqWork};
+use std::sync::atomic::Ordering;
+use twinfer_config::ModelConfig;
+use twinfer_config::model::{Architecture, AttentionConfig};
+use twinfer_kernels::{KernelError, Matrix, ThreadTeam, Weight, add, product};
+
+/// Weights and constants of a model.
+#[derive(Debug)]
+pub(crate) struct Decoder {
+    hidden: usize,
+    vocab: usize,
+    rope: RopeTable,
+    embedding: Embedding,
+    layers: Vec<Layer>,
+    norm: Norm,
+    /// `[vocab, hidden]`.
+    head: Weight,
+}
+
+#[derive(Debug)]
+enum Embedding {
+    Own(Matrix),
+    /// The rows of the head, which are exact.
+    Head,
+}
+
+/// A layer.
+#[derive(Debug)]
+pub(crate) struct Layer {
+    pub(crate) input_norm: Norm,
+    pub(crate) attention: Attention,
+    pub(crate) post_norm: Norm,
+    pub(crate) mlp: Mlp,
+}
+
+#[derive(Debug)]
+pub(crate) enum Attention {
+    Gqa(Gqa),
+    Mla(Box<Mla>),
+}
+
+#[derive(Debug)]
+pub(crate) enum Mlp {
+    Dense(Ffn),
+    Moe(Moe),
+}
+
+/// Grouped-query attention of a layer, as `config` says.
+pub(super) fn gqa(
+    config: &ModelConfig,
+    builder: &Builder<'_>,
+    path: &str,
+) -> Result<Gqa, ModelError> {
+    match &config.attention {
+        AttentionConfig::Gqa(gqa) => {
+            Gqa::build(gqa, builder, path, config.rms_norm_eps, config.softmax_scale())
+        }
+        AttentionConfig::Mla(_) => Err(mismatch(config)),
+    }
+}
+
+fn mismatch(config: &ModelConfig) -> ModelError {
+    // The config is checked when it is parsed; a slip between the two is a bug, not bad input.
+    ModelError::Kernel(KernelError::Shape(format!(
+        "{} with attention of another family",
+        config.architecture.name()
+    )))
+}
+
+impl Layer {
+    fn build(
+        config: &ModelConfig,
+        builder: &Builder<'_>,
+        index: usize,
+    ) -> Result<Self, ModelError> {
+        match (config.architecture, &config.attention) {
+            (Architecture::Llama | Architecture::Mixtral, _) => llama::layer(config, builder, index),
+            (Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Qwen3Moe, _) => {
+                qwen::layer(config, builder, index)
+            }
+            (
+                Architecture::DeepseekV2 | Architecture::DeepseekV3,
+                AttentionConfig::Mla(mla),
+            ) => deepseek::layer(config, mla, builder, index),
+            _ => Err(mismatch(config)),
+        }
+    }
+
+    /// `scratch.hidden` to itself.
+    fn forward(
+        &self,
+        step: &Step<'_>,
+        index: usize,
+        rope: &RopeTable,
+        kv: &mut KvStep<'_>,
+        scratch: &mut Scratch,
+        taps: &mut Taps<'_>,
+    ) -> Result<(), ExecError> {
+        let width = self.input_norm.width();
+        let count = step.rows * width;
+        taps.see(Tap::Hidden, index, &scratch.hidden[..count]);
+        let normed = sized(&mut scratch.normed, count);
+        self.input_norm
+            .apply(step.team, &scratch.hidden[..count], normed)?;
+        let out = sized(&mut scratch.out, count);
+        let angles = Angles {
+            cos: &scratch.cos,
+            sin: &scratch.sin,
+            half: rope.half(),
+        };
+        let attention = &mut scratch.attention;
+        match &self.attention {
+            Attention::Gqa(gqa) => {
+                gqa.forward(step, index, normed, &angles, kv, attention, taps, out)?;
+            }
+            Attention::Mla(mla) => {
+                mla.forward(step, index, normed, &angles, kv, attention, taps, out)?;
+            }
+        }
+        taps.see(Tap::AttentionOut, index, out);
+        add_rows(step.team, &mut scratch.hidden[..count], out, width)?;
+
+        let normed = sized(&mut scratch.normed, count);
+        self.post_norm
+            .apply(step.team, &scratch.hidden[..count], normed)?;
+        match &self.mlp {
+            Mlp::Dense(ffn) => ffn.forward(
+                step.team,
+                normed,
+                &mut scratch.gate_up,
+                &mut scratch.gated,
+                sized(&mut scratch.out, count),
+            )?,
+            Mlp::Moe(moe) => moe.forward(step, index, scratch, taps)?,
+        }
+        taps.see(Tap::MlpOut, index, &scratch.out[..count]);
+        add_rows(
+            step.team,
+            &mut scratch.hidden[..count],
+            &scratch.out[..count],
+            width,
+        )?;
+        step.progress.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+impl Decoder {
+    /// Reads all weights, on `threads` threads.
+    pub(crate) fn build(
+        config: &ModelConfig,
+        builder: &Builder<'_>,
+        threads: usize,
+    ) -> Result<Self, ModelError> {
+        enum Part {
+            Ends(Embedding, Weight),
+            Layer(Box<Layer>),
+        }
+        // The two largest matrices first, so that they do not come last on one thread.
+        let parts = builder.parts(config.layers + 1, threads, |part| match part {
+            0 => ends(config, builder).map(|(embedding, head)| Part::Ends(embedding, head)),
+            layer => Layer::build(config, builder, layer - 1)
+                .map(|layer| Part::Layer(Box::new(layer))),
+        })?;
+        let mut layers = Vec::with_capacity(config.layers);
+        let mut found = None;
+        for part in parts {
+            match part {
+                Part::Ends(embedding, head) => found = Some((embedding, head)),
+                Part::Layer(layer) => layers.push(*layer),
+            }
+        }
+        let (embedding, head) = found.ok_or(ModelError::Stopped)?;
+        let frequencies = config.rope.frequencies(config.rope_dim());
+        Ok(Self {
+            hidden: config.hidden_size,
+            vocab: config.vocab_size,
+            rope: RopeTable::new(frequencies, config.rope.cos_sin_factor()),
+            embedding,
+            layers,
+            norm: builder.norm("model.norm", config.rms_norm_eps)?,
+            head,
+        })
+    }
+
+    /// One pass over the rows of all works, in order. Appends to `logits` a row per row that wants one.
+    pub(crate) fn forward(
+        &self,
+        step: &Step<'_>,
+        works: &[SeqWork<'_>],
+        kv: &mut KvStep<'_>,
+        scratch: &mut Scratch,
+        taps: &mut Taps<'_>,
+        logits: &mut Vec<f32>,
+    ) -> Result<(), ExecError> {
+        let hidden = sized(&mut scratch.hidden, step.rows * self.hidden);
+        let mut rows = hidden.chunks_exact_mut(self.hidden);
+        for work in works {
+            for (token, row) in work.tokens.iter().zip(&mut rows) {
+                self.embed(*token, row)?;
+            }
+        }
+        self.fill_angles(step, scratch);
+        for (index, layer) in self.layers.iter().enumerate() {
+            layer.forward(step, index, &self.rope, kv, scratch, taps)?;
+        }
+        let count = step.rows * self.hidden;
+        taps.see(Tap::Hidden, self.layers.len(), &scratch.hidden[..count]);
+        self.finish(step, works, scratch, taps, logits)
+    }
+
+    fn embed(&self, token: u32, row: &mut [f32]) -> Result<(), KernelError> {
+        match &self.embedding {
+            Embedding::Own(matrix) => matrix.dense_row_f32(token as usize, row),
+            Embedding::Head => self.head.dense_row_f32(token as usize, row),
+        }
+    }
+
+    fn fill_angles(&self, step: &Step<'_>, scratch: &mut Scratch) {
+        let half = self.rope.half();
+        let cos = sized(&mut scratch.cos, step.rows * half);
+        let sin = sized(&mut scratch.sin, step.rows * half);
+        let mut angles = cos.chunks_exact_mut(half).zip(sin.chunks_exact_mut(half));
+        for span in step.spans {
+            for (position, (cos, sin)) in
+                (span.position..span.position + span.rows.len()).zip(&mut angles)
+            {
+                self.rope.fill(position as u32, cos, sin);
+            }
+        }
+    }
+
+    /// Final norm and head for the rows that want logits.
+    fn finish(
+        &self,
+        step: &Step<'_>,
+        works: &[SeqWork<'_>],
+        scratch: &mut Scratch,
+        taps: &mut Taps<'_>,
+        logits: &mut Vec<f32>,
+    ) -> Result<(), ExecError> {
+        let (width, team) = (self.hidden, step.team);
+        if taps.on() {
+            let count = step.rows * width;
+            let normed = sized(&mut scratch.wanted_normed, count);
+            self.norm.apply(team, &scratch.hidden[..count], normed)?;
+            taps.see(Tap::FinalNorm, 0, normed);
+            let mut all = vec![0.0; step.rows * self.vocab];
+            product(team, normed, &self.head, &mut all)?;
+            taps.see(Tap::Logits, 0, &all);
+        }
+        scratch.wanted.clear();
+        for (work, span) in works.iter().zip(step.spans) {
+            if let Some(from) = work.logits_from {
+                let rows = (span.rows.start + from) * width..span.rows.end * width;
+                scratch.wanted.extend_from_slice(&scratch.hidden[rows]);
+            }
+        }
+        let wanted = scratch.wanted.len() / width;
+        let start = logits.len();
+        logits.resize(start + wanted * self.vocab, 0.0);
+        let normed = sized(&mut scratch.wanted_normed, wanted * width);
+        self.norm.apply(team, &scratch.wanted, normed)?;
+        product(team, normed, &self.head, &mut logits[start..])?;
+        Ok(())
+    }
+}
+
+/// Embedding and head.
+fn ends(config: &ModelConfig, builder: &Builder<'_>) -> Result<(Embedding, Weight), ModelError> {
+    let embedding = builder.plain("model.embed_tokens.weight")?;
+    if !config.tied_head {
+        return Ok((Embedding::Own(embedding), builder.linear(&["lm_head"])?));
+    }
+    let head = builder.tied_head(&embedding)?;
+    let shared = builder.packing().shares_embedding(embedding.dtype());
+    Ok(if shared {
+        (Embedding::Head, head)
+    } else {
+        (Embedding::Own(embedding), head)
+    })
+}
+
+/// `y += x`, row by row.
+fn add_rows(team: &ThreadTeam, y: &mut [f32], x: &[f32], width: usize) -> Result<(), KernelError> {
+    for_rows(team, y, width, |row, y| {
+        // Lengths are equal by construction.
+        let _ = add(y, &x[row * width..][..width]);
+    })
+}
