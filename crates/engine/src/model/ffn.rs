@@ -53,7 +53,7 @@ impl Ffn {
         let gate_up = sized(gate_up, rows * self.gate_up.rows());
         let gated = sized(gated, rows * self.down.cols());
         product(team, x, &self.gate_up, gate_up)?;
-        silu_mul_halves(team, gate_up, gated)?;
+        silu_mul_halves(team, gate_up, self.down.cols(), gated)?;
         product(team, gated, &self.down, out)
     }
 }

@@ -164,7 +164,7 @@ impl Moe {
         let mut groups = recycled(std::mem::take(&mut scratch.groups));
         groups.extend(self.groups(starts, |ffn| &ffn.gate_up));
         grouped_product(team, input, &groups, gate_up)?;
-        silu_mul_halves(team, gate_up, gated)?;
+        silu_mul_halves(team, gate_up, intermediate, gated)?;
         groups.clear();
         groups.extend(self.groups(starts, |ffn| &ffn.down));
         grouped_product(team, gated, &groups, output)?;

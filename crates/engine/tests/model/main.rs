@@ -9,6 +9,8 @@ mod golden;
 #[cfg(test)]
 mod loading;
 #[cfg(test)]
+mod reference;
+#[cfg(test)]
 mod support;
 #[cfg(test)]
 mod weights;
