@@ -1,5 +1,5 @@
 use crate::flag::whole;
-use crate::{Dtype, LogFormat};
+use crate::{Dtype, LogFormat, Quantization};
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -71,6 +71,12 @@ pub struct GenerateConfig {
     #[arg(long, value_enum, default_value_t)]
     #[serde(default)]
     pub dtype: Dtype,
+
+    /// Quantise plain weights while loading. Checkpoints that are quantised already are served as their
+    /// files say.
+    #[arg(long, value_enum, default_value_t)]
+    #[serde(default)]
+    pub quantization: Quantization,
 
     /// Longest input and output together, in tokens; the model's own limit if absent.
     #[arg(long, value_parser = clap::value_parser!(u32).range(2..))]

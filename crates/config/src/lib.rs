@@ -16,4 +16,4 @@ pub use flag::FlagError;
 pub use generate::{GenerateConfig, LineFormat};
 pub use model::{ModelConfig, ModelConfigError};
 pub use router::{Policy, RouterConfig, WithoutPrefill};
-pub use serve::{Dtype, KvLoadFailurePolicy, LogFormat, ServeConfig};
+pub use serve::{Dtype, KvLoadFailurePolicy, LogFormat, Quantization, ServeConfig};

@@ -17,6 +17,20 @@ pub enum Dtype {
     F32,
 }
 
+/// What becomes of weights that the files hold as plain numbers.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize, JsonSchema,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum Quantization {
+    /// They stay what they are.
+    #[default]
+    None,
+    /// Linear layers and head become int8, one scale per output; inputs one scale per token. MLA's
+    /// kv_b_proj, routers and norms stay.
+    W8a8,
+}
+
 /// What a decode instance does when a handoff fails.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize, JsonSchema,
@@ -110,6 +124,12 @@ pub struct ServeConfig {
     #[arg(long, value_enum, default_value_t)]
     #[serde(default)]
     pub dtype: Dtype,
+
+    /// Quantise plain weights while loading. Checkpoints that are quantised already are served as their
+    /// files say.
+    #[arg(long, value_enum, default_value_t)]
+    #[serde(default)]
+    pub quantization: Quantization,
 
     /// Longest input and output together, in tokens; the model's own limit if absent.
     #[arg(long)]

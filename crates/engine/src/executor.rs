@@ -1,6 +1,4 @@
-use crate::model::{
-    Decoder, KvBuffers, KvLayout, KvStep, Probe, Scratch, Span, Step, Taps,
-};
+use crate::model::{Decoder, KvBuffers, KvLayout, KvStep, Probe, Scratch, Span, Step, Taps};
 use crate::{ExecError, Executor, KvGeometry, SeqWork};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;

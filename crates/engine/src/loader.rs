@@ -256,7 +256,11 @@ impl CheckedModel {
     /// A file fails or changes while it is read; memory, threads or cores cannot be had.
     pub fn load(self, options: &LoadOptions<'_>) -> Result<LoadedModel, ModelError> {
         let system = |what| move |source| ModelError::System { what, source };
-        let builder = Builder::new(&self.checkpoint, packing(options, &self.checkpoint), options.progress);
+        let builder = Builder::new(
+            &self.checkpoint,
+            packing(options, &self.checkpoint),
+            options.progress,
+        );
         let model = Decoder::build(&self.config, &builder, options.threads)?;
         let mut warnings = self.warnings;
         warnings.extend(builder.spare_head_warning()?);
@@ -281,12 +285,7 @@ impl CheckedModel {
         } else {
             self.checkpoint.format().name().to_owned()
         };
-        let fingerprint = fingerprint(
-            &self.config,
-            builder.weights_hash(),
-            quantization,
-            options,
-        );
+        let fingerprint = fingerprint(&self.config, builder.weights_hash(), quantization, options);
         let executor = CpuExecutor::new(
             model,
             team,

@@ -182,9 +182,8 @@ impl Checkpoint {
                     continue;
                 };
                 let place = shards[number].place(number, info);
-                let allowed = || -> Vec<&str> {
-                    required.dtypes.iter().map(|dtype| dtype.name()).collect()
-                };
+                let allowed =
+                    || -> Vec<&str> { required.dtypes.iter().map(|dtype| dtype.name()).collect() };
                 match place {
                     _ if !required.shapes.contains(&info.shape) => wrong.push(format!(
                         "{} has shape {:?}, config.json asks for {:?}",

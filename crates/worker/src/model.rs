@@ -2,7 +2,7 @@
 
 use crate::{LoadProgress, Model, SamplingDefaults, ServeError};
 use std::sync::Arc;
-use twinfer_config::ServeConfig;
+use twinfer_config::{Quantization, ServeConfig};
 use twinfer_engine::{KvMemory, LoadOptions, ModelError};
 use twinfer_text::{ChatTemplate, TemplateState, Tokenizer};
 
@@ -84,6 +84,7 @@ fn options(config: &ServeConfig) -> Result<LoadOptions<'static>, ServeError> {
     };
     Ok(LoadOptions {
         dtype: config.dtype,
+        quantize: config.quantization == Quantization::W8a8,
         threads: threads.max(1),
         cpus,
         isa: config.isa.clone(),

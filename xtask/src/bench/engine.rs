@@ -4,6 +4,7 @@ use super::{Round, Sample};
 use anyhow::{Context, Result};
 use std::time::{Duration, Instant};
 use twinfer_config::ModelConfig;
+use twinfer_config::model::TensorKind;
 use twinfer_engine::{CpuExecutor, Executor, LoadOptions, SeqWork, load};
 use twinfer_it::demo_model;
 use twinfer_kernels::peaks;
@@ -29,7 +30,7 @@ pub(super) fn measure(rounds: usize) -> Result<Vec<Round>> {
     };
     let loaded = load(&demo_model(), &options)?;
     let cost = cost(&loaded.config);
-    let value_bytes = loaded.weight_bytes as f64 / loaded.config.tensors().values() as f64;
+    let value_bytes = loaded.weight_bytes as f64 / loaded.config.tensors(false).values() as f64;
     let mut executor = loaded.executor;
     let mut all = Vec::new();
     for _ in 0..rounds {
@@ -70,15 +71,22 @@ pub(super) fn measure(rounds: usize) -> Result<Vec<Round>> {
 /// From the shapes of the weights: every matrix is used once per token, of the experts `top_k`.
 fn cost(config: &ModelConfig) -> Cost {
     let (mut body, mut head) = (0.0, 0.0);
-    for tensor in config.tensors().tensors {
+    let active = config
+        .moe
+        .as_ref()
+        .map_or(1.0, |moe| moe.top_k as f64 / moe.experts as f64);
+    for tensor in config.tensors(false).tensors {
         let values = tensor.len() as f64;
+        if config.tied_head && tensor.kind == TensorKind::Embedding {
+            head = values;
+        }
         if tensor.shape.len() != 2 || tensor.name == "model.embed_tokens.weight" {
             continue;
         }
         if tensor.name == "lm_head.weight" {
             head = values;
         } else if tensor.name.contains(".experts.") {
-            body += values * config.moe.top_k as f64 / config.moe.experts as f64;
+            body += values * active;
         } else {
             body += values;
         }

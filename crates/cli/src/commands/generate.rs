@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use twinfer_config::model::parse_bytes;
-use twinfer_config::{GenerateConfig, LineFormat};
+use twinfer_config::{GenerateConfig, LineFormat, Quantization};
 use twinfer_deploy::CoreSet;
 use twinfer_engine::{
     Engine, EngineConfig, FinishReason, GenerateError, Generated, KvMemory, LoadOptions, Request,
@@ -82,6 +82,7 @@ fn engine(config: &GenerateConfig, tokenizer: &Arc<Tokenizer>) -> Result<Engine,
     let bar = progress::Bar::bytes("loading");
     let report = |done, total| bar.set(done, total);
     let options = LoadOptions {
+        quantize: config.quantization == Quantization::W8a8,
         dtype: config.dtype,
         threads,
         cpus,

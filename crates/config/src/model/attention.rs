@@ -87,12 +87,7 @@ impl AttentionConfig {
         match self {
             Self::Gqa(gqa) => format!(
                 "gqa {}/{} of {} bias {} {} norms {}",
-                gqa.heads,
-                gqa.kv_heads,
-                gqa.head_dim,
-                gqa.qkv_bias,
-                gqa.out_bias,
-                gqa.head_norms
+                gqa.heads, gqa.kv_heads, gqa.head_dim, gqa.qkv_bias, gqa.out_bias, gqa.head_norms
             ),
             Self::Mla(mla) => {
                 let query = mla

@@ -127,10 +127,7 @@ impl Group {
         let g = Fields::new(map, &prefix);
         g.one_of("format", &["int-quantized"])?;
         g.absent("output_activations", "absent or null")?;
-        let (weights, activations) = (
-            part(&g, "weights")?,
-            part(&g, "input_activations")?,
-        );
+        let (weights, activations) = (part(&g, "weights")?, part(&g, "input_activations")?);
         let prefix = format!("{prefix}weights.");
         let w = Fields::new(weights, &prefix);
         int8(&w)?;
@@ -248,9 +245,7 @@ fn matchers(f: &Fields<'_>, field: &str) -> Result<Vec<Matcher>, ModelConfigErro
                 None => Ok(Matcher::Name(text.to_owned())),
                 Some(expression) => Regex::new(&format!("^(?:{expression})"))
                     .map(Matcher::Expression)
-                    .map_err(|_| {
-                        f.bad(field, entry, "regular expressions without look-around")
-                    }),
+                    .map_err(|_| f.bad(field, entry, "regular expressions without look-around")),
             }
         })
         .collect()

@@ -218,10 +218,7 @@ fn moe_tensors(list: &mut List, moe: &MoeConfig, architecture: Architecture, hid
         &[moe.experts, hidden],
     );
     if matches!(moe.routing, Routing::BiasedSigmoid { .. }) {
-        list.vector(
-            &format!("{path}gate.e_score_correction_bias"),
-            moe.experts,
-        );
+        list.vector(&format!("{path}gate.e_score_correction_bias"), moe.experts);
     }
 }
 

@@ -112,9 +112,7 @@ impl V4Config {
             hash_layers: f.count_or("num_hash_layers", 0, MAX_LAYERS)?,
             scale: f.positive("routed_scaling_factor")? as f32,
             context: rope.context(f.size_from("max_position_embeddings", 2, 1 << 30)?)?,
-            compress_rope_theta: f
-                .positive_if("compress_rope_theta")?
-                .unwrap_or(rope.theta),
+            compress_rope_theta: f.positive_if("compress_rope_theta")?.unwrap_or(rope.theta),
             rope,
             expert_dtype: f.text_if("expert_dtype")?,
         })

@@ -230,10 +230,7 @@ impl<'a> Builder<'a> {
     }
 
     /// Linear layers stored as int8.
-    fn int8<S: AsRef<str>>(
-        &self,
-        modules: &[S],
-    ) -> Result<(Weight, Option<Vec<f32>>), ModelError> {
+    fn int8<S: AsRef<str>>(&self, modules: &[S]) -> Result<(Weight, Option<Vec<f32>>), ModelError> {
         let mut parts = Vec::with_capacity(modules.len());
         let mut cols = 0;
         for module in modules {
@@ -323,7 +320,11 @@ impl<'a> Builder<'a> {
             })
         };
         let (scales, activation, bias) = match scheme {
-            Scheme::Static { .. } => (Scales::Channel(channel()?), fixed("input_zero_point")?, bias),
+            Scheme::Static { .. } => (
+                Scales::Channel(channel()?),
+                fixed("input_zero_point")?,
+                bias,
+            ),
             Scheme::SlimStatic => {
                 // Read for the hash of the weights; it is part of deq_scale.
                 self.vector_if(&part("weight_scale"))?;
@@ -523,8 +524,7 @@ impl<'a> Builder<'a> {
     }
 
     fn stored(&self, name: &str) -> Result<Stored, ModelError> {
-        let (Some(dtype), Some(shape)) =
-            (self.checkpoint.dtype(name), self.checkpoint.shape(name))
+        let (Some(dtype), Some(shape)) = (self.checkpoint.dtype(name), self.checkpoint.shape(name))
         else {
             return Err(absent(name));
         };
@@ -566,7 +566,10 @@ impl Stored {
             Self::F16(values) => values.iter().map(|value| value.to_f32()).collect(),
             Self::F8(values) => {
                 let table = e4m3_table();
-                values.iter().map(|byte| table[usize::from(*byte)]).collect()
+                values
+                    .iter()
+                    .map(|byte| table[usize::from(*byte)])
+                    .collect()
             }
             Self::I8(values) => values.iter().map(|value| f32::from(*value)).collect(),
             Self::I32(values) => values.iter().map(|value| *value as f32).collect(),
@@ -618,7 +621,11 @@ fn e4m3_table() -> [f32; 256] {
             (0, _) => mantissa / 8.0 * 2f32.powi(-6),
             _ => (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7),
         };
-        if byte & 0x80 == 0 { magnitude } else { -magnitude }
+        if byte & 0x80 == 0 {
+            magnitude
+        } else {
+            -magnitude
+        }
     })
 }
 

@@ -66,9 +66,13 @@ pub(super) fn gqa(
     path: &str,
 ) -> Result<Gqa, ModelError> {
     match &config.attention {
-        AttentionConfig::Gqa(gqa) => {
-            Gqa::build(gqa, builder, path, config.rms_norm_eps, config.softmax_scale())
-        }
+        AttentionConfig::Gqa(gqa) => Gqa::build(
+            gqa,
+            builder,
+            path,
+            config.rms_norm_eps,
+            config.softmax_scale(),
+        ),
         AttentionConfig::Mla(_) => Err(mismatch(config)),
     }
 }
@@ -88,14 +92,15 @@ impl Layer {
         index: usize,
     ) -> Result<Self, ModelError> {
         match (config.architecture, &config.attention) {
-            (Architecture::Llama | Architecture::Mixtral, _) => llama::layer(config, builder, index),
+            (Architecture::Llama | Architecture::Mixtral, _) => {
+                llama::layer(config, builder, index)
+            }
             (Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Qwen3Moe, _) => {
                 qwen::layer(config, builder, index)
             }
-            (
-                Architecture::DeepseekV2 | Architecture::DeepseekV3,
-                AttentionConfig::Mla(mla),
-            ) => deepseek::layer(config, mla, builder, index),
+            (Architecture::DeepseekV2 | Architecture::DeepseekV3, AttentionConfig::Mla(mla)) => {
+                deepseek::layer(config, mla, builder, index)
+            }
             _ => Err(mismatch(config)),
         }
     }
@@ -173,8 +178,9 @@ impl Decoder {
         // The two largest matrices first, so that they do not come last on one thread.
         let parts = builder.parts(config.layers + 1, threads, |part| match part {
             0 => ends(config, builder).map(|(embedding, head)| Part::Ends(embedding, head)),
-            layer => Layer::build(config, builder, layer - 1)
-                .map(|layer| Part::Layer(Box::new(layer))),
+            layer => {
+                Layer::build(config, builder, layer - 1).map(|layer| Part::Layer(Box::new(layer)))
+            }
         })?;
         let mut layers = Vec::with_capacity(config.layers);
         let mut found = None;

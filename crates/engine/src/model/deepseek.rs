@@ -5,11 +5,11 @@
 //! chooses them by softmax, V3 by sigmoids and a bias; both may limit the choice to a few groups. V3's
 //! checkpoints carry a layer for multi-token prediction behind the last.
 
+use super::Builder;
 use super::decoder::{Attention, Layer, Mlp};
 use super::ffn::{Ffn, USUAL_NAMES};
 use super::mla::Mla;
 use super::moe::Moe;
-use super::Builder;
 use crate::ModelError;
 use twinfer_config::ModelConfig;
 use twinfer_config::model::MlaConfig;

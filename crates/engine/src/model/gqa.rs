@@ -10,9 +10,7 @@ use super::step::Step;
 use super::{Builder, KvStep, Tap};
 use crate::{ExecError, ModelError};
 use twinfer_config::model::GqaConfig;
-use twinfer_kernels::{
-    GqaParams, GqaSeq, HeadRows, Weight, gqa_attention, product, rope_half,
-};
+use twinfer_kernels::{GqaParams, GqaSeq, HeadRows, Weight, gqa_attention, product, rope_half};
 
 /// Attention of one layer.
 #[derive(Debug)]
@@ -58,7 +56,10 @@ impl Gqa {
     }
 
     /// `x` `[rows, hidden]` to `out` `[rows, hidden]`; writes the rows' KV.
-    #[expect(clippy::too_many_arguments, reason = "parts of one step, borrowed apart")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "parts of one step, borrowed apart"
+    )]
     pub(crate) fn forward(
         &self,
         step: &Step<'_>,
@@ -103,13 +104,16 @@ impl Gqa {
         let mut units = recycled(std::mem::take(&mut scratch.units));
         kv.units(layer, &mut units)?;
         let mut seqs: Vec<GqaSeq<'_>> = recycled(std::mem::take(&mut scratch.gqa_seqs));
-        seqs.extend(step.spans.iter().zip(kv.blocks()).map(|(span, blocks)| {
-            GqaSeq {
-                rows: span.rows.clone(),
-                first_position: span.position,
-                units: &units[blocks],
-            }
-        }));
+        seqs.extend(
+            step.spans
+                .iter()
+                .zip(kv.blocks())
+                .map(|(span, blocks)| GqaSeq {
+                    rows: span.rows.clone(),
+                    first_position: span.position,
+                    units: &units[blocks],
+                }),
+        );
         let params = GqaParams {
             heads: self.heads,
             kv_heads: self.kv_heads,

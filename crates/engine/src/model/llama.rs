@@ -4,10 +4,10 @@
 //! rotation. Mixtral has eight networks in each layer instead of one; its matrices are `w1` (gate), `w3`
 //! (up), `w2` (down), its router takes the softmax of the chosen experts' logits.
 
+use super::Builder;
 use super::decoder::{Attention, Layer, Mlp, gqa};
 use super::ffn::{Ffn, FfnNames, USUAL_NAMES};
 use super::moe::Moe;
-use super::Builder;
 use crate::ModelError;
 use twinfer_config::ModelConfig;
 

@@ -38,7 +38,11 @@ pub(crate) struct Mla {
 #[derive(Debug)]
 enum Query {
     Plain(Weight),
-    LowRank { down: Weight, norm: Norm, up: Weight },
+    LowRank {
+        down: Weight,
+        norm: Norm,
+        up: Weight,
+    },
 }
 
 impl Mla {
@@ -82,7 +86,10 @@ impl Mla {
     }
 
     /// `x` `[rows, hidden]` to `out` `[rows, hidden]`; writes the rows' KV.
-    #[expect(clippy::too_many_arguments, reason = "parts of one step, borrowed apart")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "parts of one step, borrowed apart"
+    )]
     pub(crate) fn forward(
         &self,
         step: &Step<'_>,
@@ -148,13 +155,16 @@ impl Mla {
         let mut units = recycled(std::mem::take(&mut scratch.units));
         kv.units(layer, &mut units)?;
         let mut seqs: Vec<MlaSeq<'_>> = recycled(std::mem::take(&mut scratch.mla_seqs));
-        seqs.extend(step.spans.iter().zip(kv.blocks()).map(|(span, blocks)| {
-            MlaSeq {
-                rows: span.rows.clone(),
-                first_position: span.position,
-                units: &units[blocks],
-            }
-        }));
+        seqs.extend(
+            step.spans
+                .iter()
+                .zip(kv.blocks())
+                .map(|(span, blocks)| MlaSeq {
+                    rows: span.rows.clone(),
+                    first_position: span.position,
+                    units: &units[blocks],
+                }),
+        );
         let params = MlaParams {
             heads,
             latent,

@@ -95,13 +95,7 @@ impl Moe {
             None => None,
             Some(ffn) => {
                 let out = sized(&mut scratch.shared, count);
-                ffn.forward(
-                    step.team,
-                    x,
-                    &mut scratch.gate_up,
-                    &mut scratch.gated,
-                    out,
-                )?;
+                ffn.forward(step.team, x, &mut scratch.gate_up, &mut scratch.gated, out)?;
                 Some(&*out)
             }
         };

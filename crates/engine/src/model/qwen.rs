@@ -3,10 +3,10 @@
 //! As Llama, but: Qwen2 has biases on query, key and value; Qwen3 norms every query and key head before
 //! it rotates; Qwen3-MoE has experts in place of the network, without shared ones.
 
+use super::Builder;
 use super::decoder::{Attention, Layer, Mlp, gqa};
 use super::ffn::{Ffn, USUAL_NAMES};
 use super::moe::Moe;
-use super::Builder;
 use crate::ModelError;
 use twinfer_config::ModelConfig;
 

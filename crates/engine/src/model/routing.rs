@@ -29,7 +29,9 @@ pub(super) fn choose(
         Routing::SoftmaxOfChosen => {
             open_groups(&mut open, config.experts, 1, 1, |_| 0.0);
             take(&mut open, config.experts, |expert| logits[expert], slots);
-            let most = slots.first().map_or(0.0, |slot| logits[slot.expert as usize]);
+            let most = slots
+                .first()
+                .map_or(0.0, |slot| logits[slot.expert as usize]);
             let mut sum = 0.0;
             for slot in slots.iter_mut() {
                 slot.weight = math::exp(logits[slot.expert as usize] - most);
@@ -201,8 +203,14 @@ mod tests {
         let ids: Vec<u32> = slots.iter().map(|slot| slot.0).collect();
         assert_eq!(ids, [1, 3, 5]);
         let sum: f32 = slots.iter().map(|slot| slot.1).sum();
-        assert!((sum - 2.0).abs() < 1e-6 && slots[0].1 == slots[1].1, "{slots:?}");
-        assert!((slots[0].1 / slots[2].1 - 1f32.exp()).abs() < 1e-5, "{slots:?}");
+        assert!(
+            (sum - 2.0).abs() < 1e-6 && slots[0].1 == slots[1].1,
+            "{slots:?}"
+        );
+        assert!(
+            (slots[0].1 / slots[2].1 - 1f32.exp()).abs() < 1e-5,
+            "{slots:?}"
+        );
         // All experts alike: the weights are exact, so that a network cut into experts is itself.
         let even = run(&with(Routing::SoftmaxOfChosen, 8), &[0.7; 8], &[]);
         assert!(even.iter().all(|slot| slot.1 == 2.0 / 8.0), "{even:?}");

@@ -172,16 +172,18 @@ impl Format {
                     cols: *cols,
                 },
             }),
-            Self::ModelSlim(map) => match map.get(&spec.name).map(|value| (value, value.as_str())) {
-                None | Some((_, Some("FLOAT"))) => Ok(Scheme::Plain),
-                Some((_, Some("W8A8_DYNAMIC"))) => Ok(Scheme::Dynamic(Strategy::Channel)),
-                Some((_, Some("W8A8"))) => Ok(Scheme::SlimStatic),
-                Some((_, Some("W8A8_MIX"))) => Ok(Scheme::SlimMix),
-                Some((value, _)) => Err(format!(
-                    "{} has scheme {value}; allowed: FLOAT, W8A8_DYNAMIC, W8A8, W8A8_MIX",
-                    spec.name
-                )),
-            },
+            Self::ModelSlim(map) => {
+                match map.get(&spec.name).map(|value| (value, value.as_str())) {
+                    None | Some((_, Some("FLOAT"))) => Ok(Scheme::Plain),
+                    Some((_, Some("W8A8_DYNAMIC"))) => Ok(Scheme::Dynamic(Strategy::Channel)),
+                    Some((_, Some("W8A8"))) => Ok(Scheme::SlimStatic),
+                    Some((_, Some("W8A8_MIX"))) => Ok(Scheme::SlimMix),
+                    Some((value, _)) => Err(format!(
+                        "{} has scheme {value}; allowed: FLOAT, W8A8_DYNAMIC, W8A8, W8A8_MIX",
+                        spec.name
+                    )),
+                }
+            }
         }
     }
 }

@@ -164,9 +164,7 @@ fn divergence(ours: &[f32], reference: &[f32], width: usize) -> f64 {
     let log_softmax = |row: &[f32]| -> Vec<f64> {
         let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let sum: f64 = row.iter().map(|x| f64::from(x - most).exp()).sum();
-        row.iter()
-            .map(|x| f64::from(x - most) - sum.ln())
-            .collect()
+        row.iter().map(|x| f64::from(x - most) - sum.ln()).collect()
     };
     let rows = ours.chunks_exact(width).zip(reference.chunks_exact(width));
     let total: f64 = rows
@@ -255,10 +253,9 @@ fn equal_bits_however_cut(path: &str, dtype: Dtype) {
         .collect();
     let longest = prompts.iter().map(Vec::len).max().unwrap();
     let mut alone = Vec::new();
-    for (threads, block_size, chunks) in [
-        (1, 16, [longest, 1, 7, 16]),
-        (2, 7, [longest, 5, 33, 64]),
-    ] {
+    for (threads, block_size, chunks) in
+        [(1, 16, [longest, 1, 7, 16]), (2, 7, [longest, 5, 33, 64])]
+    {
         let options = LoadOptions {
             block_size,
             ..options(dtype, threads)

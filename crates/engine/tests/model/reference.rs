@@ -84,7 +84,13 @@ impl Table {
         }
     }
 
-    pub(crate) fn compare(&mut self, name: &str, ours: &[f32], reference: &[f32], tolerance: Tolerance) {
+    pub(crate) fn compare(
+        &mut self,
+        name: &str,
+        ours: &[f32],
+        reference: &[f32],
+        tolerance: Tolerance,
+    ) {
         assert_eq!(ours.len(), reference.len(), "{name}");
         let (mut worst, mut ok) = (0f32, true);
         for (a, b) in ours.iter().zip(reference) {
@@ -105,7 +111,12 @@ impl Table {
 }
 
 /// Prefills a prompt, then takes the likeliest token `count` times.
-pub(crate) fn greedy(executor: &mut CpuExecutor, prompt: &[u32], chunk: usize, count: usize) -> Vec<u32> {
+pub(crate) fn greedy(
+    executor: &mut CpuExecutor,
+    prompt: &[u32],
+    chunk: usize,
+    count: usize,
+) -> Vec<u32> {
     let table = tables(executor, 1, prompt.len() + count).remove(0);
     let mut logits = Vec::new();
     let mut tokens = prompt.to_vec();
@@ -139,7 +150,6 @@ pub(crate) fn by_expert(experts: &[f32], weights: &[f32], top_k: usize) -> (Vec<
         .for_each(|row| row.sort_by(|a, b| a.0.total_cmp(&b.0)));
     pairs.into_iter().unzip()
 }
-
 
 /// Everything seen of one prompt, prefilled at once.
 pub(crate) fn seen(executor: &mut CpuExecutor, ids: &[u32]) -> Recording {

@@ -86,6 +86,7 @@ pub(crate) fn config() -> ServeConfig {
         kv_lease: 5,
         kv_load_failure_policy: KvLoadFailurePolicy::Fail,
         kv_timeout: 5,
+        quantization: twinfer_config::Quantization::None,
         dtype: Dtype::F32,
         max_model_len: None,
         max_output_tokens: None,
