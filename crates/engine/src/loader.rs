@@ -71,8 +71,10 @@ pub struct CheckedModel {
     pub config: ModelConfig,
     /// Longest sequence that will be served.
     pub max_model_len: usize,
-    /// Bytes of weights.
+    /// Bytes of weights in memory.
     pub weight_bytes: u64,
+    /// Bytes of weights to be read from files.
+    pub file_bytes: u64,
     /// Bytes of the largest step's buffers.
     pub workspace_bytes: u64,
     /// KV blocks.
@@ -103,7 +105,7 @@ pub struct LoadedModel {
     pub num_blocks: u32,
     /// Bytes of KV.
     pub kv_bytes: u64,
-    /// Bytes of weights.
+    /// Bytes of weights in memory.
     pub weight_bytes: u64,
     /// As in [`CheckedModel`].
     pub warnings: Vec<String>,
@@ -232,6 +234,7 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
         config,
         max_model_len,
         weight_bytes,
+        file_bytes: checkpoint.bytes(),
         workspace_bytes,
         num_blocks,
         available_bytes,

@@ -39,7 +39,7 @@ pub fn load_model(
     for warning in &checked.warnings {
         tracing::warn!(%warning, "model");
     }
-    told(0, checked.weight_bytes);
+    told(0, checked.file_bytes);
     tracing::info!(
         weight_bytes = checked.weight_bytes,
         kv_bytes = checked.kv_bytes,
