@@ -52,6 +52,12 @@ impl WeightBytes for twinfer_sys::MappedFile {
     }
 }
 
+impl WeightBytes for twinfer_sys::LargePages {
+    fn bytes(&self) -> &[u8] {
+        self.as_slice()
+    }
+}
+
 impl WeightBytes for Vec<u8> {
     fn bytes(&self) -> &[u8] {
         self

@@ -1,11 +1,12 @@
 //! What the operating system offers and safe Rust does not: the KV block arena over an anonymous mapping, read-only
-//! file mappings, thread affinity, memory limits, and supervision of child processes by pidfd.
+//! file mappings, memory in large pages, thread affinity, memory limits, and supervision of child processes by pidfd.
 //!
 //! This crate and `kernels` are the only ones with `unsafe`; every such block states why it is sound.
 //! Linux only.
 
 mod affinity;
 mod arena;
+mod large;
 mod mapped;
 mod memory;
 mod process;
@@ -14,6 +15,7 @@ pub use affinity::{available_cpus, cgroup_cpu_quota, pin_thread};
 pub use arena::{
     BlockArena, BlockError, BlockRead, BlockReadArc, BlockWrite, BlockWriteArc, UNIT_ALIGN,
 };
+pub use large::LargePages;
 pub use mapped::{Access, MappedFile};
 pub use memory::{
     MemoryInfo, available_memory, cgroup_memory_limit, last_level_cache_bytes, memory_info,

@@ -5,9 +5,6 @@ use std::arch::x86_64::*;
 use super::dot::{Dot, Level};
 use crate::simd::Avx2;
 
-/// How far before its use a line is asked for, when few rows meet it.
-const PREFETCH_BYTES: usize = 1024;
-
 /// int8 as sixteen-bit factors: `vpmaddwd` is exact for any values, which the eight-bit multiply-add is not.
 pub(crate) struct Int8;
 pub(crate) struct Bf16;
@@ -17,14 +14,6 @@ impl Level for Avx2 {
     type Int8 = Int8;
     type Bf16 = Bf16;
     type F32 = F32;
-}
-
-#[inline(always)]
-unsafe fn prefetch<const R: usize>(line: *const u8) {
-    if R <= 2 {
-        // SAFETY: a prefetch has no needs but the instruction set.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.wrapping_add(PREFETCH_BYTES).cast()) };
-    }
 }
 
 #[expect(
@@ -45,40 +34,37 @@ impl Dot for Int8 {
     }
 
     #[inline(always)]
-    unsafe fn tile<const R: usize, const C: usize>(
+    unsafe fn tile<const R: usize>(
         x: *const [i16; 4],
-        lines: [*const u8; C],
+        lines: *const u8,
         count: usize,
         out: *mut [u32; 16],
     ) {
-        for panel in 0..C {
-            // SAFETY: the caller's duty.
-            unsafe {
-                // A quarter of a line is four columns; each has two partial sums, of the first two k and the others.
-                let mut sums = [[_mm256_setzero_si256(); 4]; R];
-                for place in 0..count {
-                    let line = lines[panel].add(place * 64);
-                    prefetch::<R>(line);
-                    for quarter in 0..4 {
-                        let w = _mm_loadu_si128(line.add(quarter * 16).cast());
-                        let w = _mm256_cvtepu8_epi16(w);
-                        for row in 0..R {
-                            let x = x.add(place * R + row).cast::<i64>().read();
-                            let products = _mm256_madd_epi16(w, _mm256_set1_epi64x(x));
-                            sums[row][quarter] = _mm256_add_epi32(sums[row][quarter], products);
-                        }
+        // SAFETY: the caller's duty.
+        unsafe {
+            // A quarter of a line is four columns; each has two partial sums, of the first two k and the others.
+            let mut sums = [[_mm256_setzero_si256(); 4]; R];
+            for place in 0..count {
+                let line = lines.add(place * 64);
+                for quarter in 0..4 {
+                    let w = _mm_loadu_si128(line.add(quarter * 16).cast());
+                    let w = _mm256_cvtepu8_epi16(w);
+                    for row in 0..R {
+                        let x = x.add(place * R + row).cast::<i64>().read();
+                        let products = _mm256_madd_epi16(w, _mm256_set1_epi64x(x));
+                        sums[row][quarter] = _mm256_add_epi32(sums[row][quarter], products);
                     }
                 }
-                for row in 0..R {
-                    let [a, b, c, d] = sums[row];
-                    let out = out.add(row * C + panel).cast::<__m256i>();
-                    for (half, pair) in [_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d)]
-                        .into_iter()
-                        .enumerate()
-                    {
-                        let ordered = _mm256_permute4x64_epi64::<0b11_01_10_00>(pair);
-                        _mm256_storeu_si256(out.add(half), ordered);
-                    }
+            }
+            for row in 0..R {
+                let [a, b, c, d] = sums[row];
+                let out = out.add(row).cast::<__m256i>();
+                for (half, pair) in [_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d)]
+                    .into_iter()
+                    .enumerate()
+                {
+                    let ordered = _mm256_permute4x64_epi64::<0b11_01_10_00>(pair);
+                    _mm256_storeu_si256(out.add(half), ordered);
                 }
             }
         }
@@ -104,37 +90,34 @@ impl Dot for Bf16 {
     }
 
     #[inline(always)]
-    unsafe fn tile<const R: usize, const C: usize>(
+    unsafe fn tile<const R: usize>(
         x: *const [f32; 2],
-        lines: [*const u8; C],
+        lines: *const u8,
         count: usize,
         out: *mut [u32; 16],
     ) {
-        for panel in 0..C {
-            // SAFETY: the caller's duty.
-            unsafe {
-                let upper = _mm256_set1_epi32(0xffff_0000_u32 as i32);
-                let mut sums = [[_mm256_setzero_ps(); 2]; R];
-                for place in 0..count {
-                    let line = lines[panel].add(place * 64);
-                    prefetch::<R>(line);
-                    for half in 0..2 {
-                        let w = _mm256_loadu_si256(line.add(half * 32).cast());
-                        let second = _mm256_castsi256_ps(_mm256_and_si256(w, upper));
-                        let first = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(w));
-                        for row in 0..R {
-                            let [x0, x1] = x.add(place * R + row).read();
-                            let sum = sums[row][half];
-                            let sum = _mm256_fmadd_ps(second, _mm256_set1_ps(x1), sum);
-                            sums[row][half] = _mm256_fmadd_ps(first, _mm256_set1_ps(x0), sum);
-                        }
+        // SAFETY: the caller's duty.
+        unsafe {
+            let upper = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+            let mut sums = [[_mm256_setzero_ps(); 2]; R];
+            for place in 0..count {
+                let line = lines.add(place * 64);
+                for half in 0..2 {
+                    let w = _mm256_loadu_si256(line.add(half * 32).cast());
+                    let second = _mm256_castsi256_ps(_mm256_and_si256(w, upper));
+                    let first = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(w));
+                    for row in 0..R {
+                        let [x0, x1] = x.add(place * R + row).read();
+                        let sum = sums[row][half];
+                        let sum = _mm256_fmadd_ps(second, _mm256_set1_ps(x1), sum);
+                        sums[row][half] = _mm256_fmadd_ps(first, _mm256_set1_ps(x0), sum);
                     }
                 }
-                for row in 0..R {
-                    let out = out.add(row * C + panel).cast::<f32>();
-                    _mm256_storeu_ps(out, sums[row][0]);
-                    _mm256_storeu_ps(out.add(8), sums[row][1]);
-                }
+            }
+            for row in 0..R {
+                let out = out.add(row).cast::<f32>();
+                _mm256_storeu_ps(out, sums[row][0]);
+                _mm256_storeu_ps(out.add(8), sums[row][1]);
             }
         }
     }
@@ -158,31 +141,29 @@ impl Dot for F32 {
     }
 
     #[inline(always)]
-    unsafe fn tile<const R: usize, const C: usize>(
+    unsafe fn tile<const R: usize>(
         x: *const f32,
-        lines: [*const u8; C],
+        lines: *const u8,
         count: usize,
         out: *mut [u32; 16],
     ) {
-        for panel in 0..C {
-            // SAFETY: the caller's duty.
-            unsafe {
-                let mut sums = [[_mm256_setzero_ps(); 2]; R];
-                for place in 0..count {
-                    let line = lines[panel].add(place * 64).cast::<f32>();
-                    let w = [_mm256_loadu_ps(line), _mm256_loadu_ps(line.add(8))];
-                    for row in 0..R {
-                        let x = _mm256_set1_ps(x.add(place * R + row).read());
-                        for half in 0..2 {
-                            sums[row][half] = _mm256_fmadd_ps(w[half], x, sums[row][half]);
-                        }
+        // SAFETY: the caller's duty.
+        unsafe {
+            let mut sums = [[_mm256_setzero_ps(); 2]; R];
+            for place in 0..count {
+                let line = lines.add(place * 64).cast::<f32>();
+                let w = [_mm256_loadu_ps(line), _mm256_loadu_ps(line.add(8))];
+                for row in 0..R {
+                    let x = _mm256_set1_ps(x.add(place * R + row).read());
+                    for half in 0..2 {
+                        sums[row][half] = _mm256_fmadd_ps(w[half], x, sums[row][half]);
                     }
                 }
-                for row in 0..R {
-                    let out = out.add(row * C + panel).cast::<f32>();
-                    _mm256_storeu_ps(out, sums[row][0]);
-                    _mm256_storeu_ps(out.add(8), sums[row][1]);
-                }
+            }
+            for row in 0..R {
+                let out = out.add(row).cast::<f32>();
+                _mm256_storeu_ps(out, sums[row][0]);
+                _mm256_storeu_ps(out.add(8), sums[row][1]);
             }
         }
     }

@@ -5,11 +5,6 @@ use std::arch::x86_64::*;
 use super::dot::{Dot, Level};
 use crate::simd::Avx512Level;
 
-/// How far before its use a line is asked for, when few rows meet it.
-const PREFETCH_BYTES: usize = 1024;
-/// Tiles of at most so many sums are bound by the stream of lines.
-const STREAM_SUMS: usize = 8;
-
 pub(crate) struct Int8<const BF16: bool>;
 pub(crate) struct Bf16<const BF16: bool>;
 pub(crate) struct F32<const BF16: bool>;
@@ -77,92 +72,84 @@ impl<const BF16: bool> Step for F32<BF16> {
     }
 }
 
+/// One register per row beside the line: the cells come as broadcast memory operands, so the multiplier is the limit from
+/// a few rows on. Lines are not asked for ahead: the hardware follows the one stream better.
+///
 /// # Safety
 /// As for [`Dot::tile`].
 #[expect(
     clippy::needless_range_loop,
-    reason = "register tiles are addressed by row and panel"
+    reason = "register tiles are addressed by row and chain"
 )]
 #[inline(always)]
-unsafe fn tile<T: Step, const R: usize, const C: usize, const CHAINS: usize>(
+unsafe fn tile<T: Step, const R: usize, const CHAINS: usize>(
     x: *const u32,
-    lines: [*const u8; C],
+    lines: *const u8,
     count: usize,
     out: *mut [u32; 16],
 ) {
     // SAFETY: the caller's duty.
     unsafe {
-        let mut sums = [[[_mm512_setzero_si512(); CHAINS]; C]; R];
+        let mut sums = [[_mm512_setzero_si512(); CHAINS]; R];
         let whole = count / CHAINS * CHAINS;
         let mut place = 0;
         while place < whole {
             for chain in 0..CHAINS {
-                for panel in 0..C {
-                    let line = lines[panel].add((place + chain) * 64);
-                    if R * C <= STREAM_SUMS {
-                        _mm_prefetch::<_MM_HINT_T0>(line.wrapping_add(PREFETCH_BYTES).cast());
-                    }
-                    let line = _mm512_loadu_si512(line.cast());
-                    for row in 0..R {
-                        let x = x.add((place + chain) * R + row);
-                        sums[row][panel][chain] = T::step(sums[row][panel][chain], x, line);
-                    }
+                let line = _mm512_loadu_si512(lines.add((place + chain) * 64).cast());
+                for row in 0..R {
+                    let x = x.add((place + chain) * R + row);
+                    sums[row][chain] = T::step(sums[row][chain], x, line);
                 }
             }
             place += CHAINS;
         }
         while place < count {
-            for panel in 0..C {
-                let line = _mm512_loadu_si512(lines[panel].add(place * 64).cast());
-                for row in 0..R {
-                    let x = x.add(place * R + row);
-                    sums[row][panel][0] = T::step(sums[row][panel][0], x, line);
-                }
+            let line = _mm512_loadu_si512(lines.add(place * 64).cast());
+            for row in 0..R {
+                sums[row][0] = T::step(sums[row][0], x.add(place * R + row), line);
             }
             place += 1;
         }
         for row in 0..R {
-            for panel in 0..C {
-                let mut sum = sums[row][panel][0];
-                for chain in 1..CHAINS {
-                    sum = _mm512_add_epi32(sum, sums[row][panel][chain]);
-                }
-                _mm512_storeu_si512(out.add(row * C + panel).cast(), sum);
+            let mut sum = sums[row][0];
+            for chain in 1..CHAINS {
+                sum = _mm512_add_epi32(sum, sums[row][chain]);
             }
+            _mm512_storeu_si512(out.add(row).cast(), sum);
         }
     }
 }
 
 macro_rules! dot {
-    ($kind:ident, $value:ty, $k:literal, |$values:ident| $cell:expr) => {
+    ($kind:ident, $value:ty, $k:literal) => {
         impl<const BF16: bool> Dot for $kind<BF16> {
             type S = Avx512Level<BF16>;
             type Value = $value;
             type Cell = u32;
             const K: usize = $k;
-            const ROWS: usize = 12;
+            const ROWS: usize = 16;
 
             #[inline(always)]
-            unsafe fn cell($values: *const $value) -> u32 {
-                // SAFETY: the caller grants K values.
-                unsafe { $cell }
+            unsafe fn cell(values: *const $value) -> u32 {
+                // SAFETY: the caller grants K values, four bytes.
+                unsafe { values.cast::<u32>().read_unaligned() }
             }
 
             #[inline(always)]
-            unsafe fn tile<const R: usize, const C: usize>(
+            unsafe fn tile<const R: usize>(
                 x: *const u32,
-                lines: [*const u8; C],
+                lines: *const u8,
                 count: usize,
                 out: *mut [u32; 16],
             ) {
-                // SAFETY: the caller's duty. Chains hide the latency of the few sums of a single row.
+                // SAFETY: the caller's duty. Chains hide the latency of the few sums of few rows.
                 unsafe {
-                    if Self::EXACT && R * C == 1 {
-                        tile::<Self, R, C, 4>(x, lines, count, out);
-                    } else if Self::EXACT && R * C <= 3 {
-                        tile::<Self, R, C, 2>(x, lines, count, out);
+                    if Self::EXACT && R == 1 {
+                        tile::<Self, R, 4>(x, lines, count, out);
+                    } else if Self::EXACT && R <= 3 {
+                        tile::<Self, R, 2>(x, lines, count, out);
                     } else {
-                        tile::<Self, R, C, 1>(x, lines, count, out);
+                        tile::<Self, R, 1>(x, lines, count, out);
                     }
                 }
             }
@@ -170,6 +157,6 @@ macro_rules! dot {
     };
 }
 
-dot!(Int8, i8, 4, |values| values.cast::<u32>().read_unaligned());
-dot!(Bf16, u16, 2, |values| values.cast::<u32>().read_unaligned());
-dot!(F32, f32, 1, |values| values.cast::<u32>().read_unaligned());
+dot!(Int8, i8, 4);
+dot!(Bf16, u16, 2);
+dot!(F32, f32, 1);

@@ -30,11 +30,11 @@ pub(crate) trait Dot: 'static {
     /// The cell of K values.
     unsafe fn cell(values: *const Self::Value) -> Self::Cell;
 
-    /// Sums of `R` rows by `C` panels over `count` lines into `out[row * C + panel]`, as the bits of i32 or f32.
-    /// Cell (line, row) lies at `x[line * R + row]`.
-    unsafe fn tile<const R: usize, const C: usize>(
+    /// Sums of `R` rows by one panel over `count` lines into `out[row]`, as the bits of i32 or f32. Cell (line, row)
+    /// lies at `x[line * R + row]`.
+    unsafe fn tile<const R: usize>(
         x: *const Self::Cell,
-        lines: [*const u8; C],
+        lines: *const u8,
         count: usize,
         out: *mut [u32; 16],
     );

@@ -82,7 +82,7 @@ impl Plan {
                 self.parts.push(Part {
                     job: index,
                     tiles: range,
-                    panels: (even(panels, cuts, cut), even(panels, cuts, cut + 1)),
+                    panels: (panels * cut / cuts, panels * (cut + 1) / cuts),
                 });
             }
         }
@@ -94,19 +94,6 @@ impl Plan {
                 panels: (0, 0),
             });
         }
-    }
-}
-
-/// Where cut `cut` of `cuts` of panels begins: at an even panel, as panels are computed in pairs.
-fn even(panels: usize, cuts: usize, cut: usize) -> usize {
-    if cut == cuts {
-        return panels;
-    }
-    let start = panels * cut / cuts;
-    if panels >= cuts * 4 {
-        start & !1
-    } else {
-        start
     }
 }
 

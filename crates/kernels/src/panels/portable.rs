@@ -27,32 +27,30 @@ impl Dot for Int8 {
     }
 
     #[inline(always)]
-    unsafe fn tile<const R: usize, const C: usize>(
+    unsafe fn tile<const R: usize>(
         x: *const [i16; 4],
-        lines: [*const u8; C],
+        lines: *const u8,
         count: usize,
         out: *mut [u32; 16],
     ) {
-        for (panel, lines) in lines.into_iter().enumerate() {
-            let mut sums = [[0i32; 16]; R];
-            for place in 0..count {
-                // SAFETY: the caller grants `count` lines and cells.
-                let (w, x) = unsafe {
-                    let w = lines.cast::<[[u8; 4]; 16]>().add(place).read();
-                    (w, x.add(place * R).cast::<[[i16; 4]; R]>().read())
-                };
-                for (sums, x) in sums.iter_mut().zip(&x) {
-                    for (sum, w) in sums.iter_mut().zip(&w) {
-                        let product = |k: usize| i32::from(x[k]) * i32::from(i16::from(w[k]));
-                        let pairs = (product(0) + product(1)) + (product(2) + product(3));
-                        *sum = sum.wrapping_add(pairs);
-                    }
+        let mut sums = [[0i32; 16]; R];
+        for place in 0..count {
+            // SAFETY: the caller grants `count` lines and cells.
+            let (w, x) = unsafe {
+                let w = lines.cast::<[[u8; 4]; 16]>().add(place).read();
+                (w, x.add(place * R).cast::<[[i16; 4]; R]>().read())
+            };
+            for (sums, x) in sums.iter_mut().zip(&x) {
+                for (sum, w) in sums.iter_mut().zip(&w) {
+                    let product = |k: usize| i32::from(x[k]) * i32::from(i16::from(w[k]));
+                    let pairs = (product(0) + product(1)) + (product(2) + product(3));
+                    *sum = sum.wrapping_add(pairs);
                 }
             }
-            for (row, sums) in sums.iter().enumerate() {
-                // SAFETY: the caller grants R · C results.
-                unsafe { out.add(row * C + panel).write(sums.map(|sum| sum as u32)) };
-            }
+        }
+        for (row, sums) in sums.iter().enumerate() {
+            // SAFETY: the caller grants R results.
+            unsafe { out.add(row).write(sums.map(|sum| sum as u32)) };
         }
     }
 }
@@ -72,32 +70,30 @@ impl Dot for Bf16 {
     }
 
     #[inline(always)]
-    unsafe fn tile<const R: usize, const C: usize>(
+    unsafe fn tile<const R: usize>(
         x: *const [f32; 2],
-        lines: [*const u8; C],
+        lines: *const u8,
         count: usize,
         out: *mut [u32; 16],
     ) {
-        for (panel, lines) in lines.into_iter().enumerate() {
-            let mut sums = [[0.0f32; 16]; R];
-            for place in 0..count {
-                // SAFETY: the caller grants `count` lines and cells.
-                let (w, x) = unsafe {
-                    let w = lines.cast::<[u32; 16]>().add(place).read_unaligned();
-                    (w, x.add(place * R).cast::<[[f32; 2]; R]>().read())
-                };
-                for (sums, [x0, x1]) in sums.iter_mut().zip(&x) {
-                    for (sum, w) in sums.iter_mut().zip(&w) {
-                        // Products of two bf16 are exact, so a fused multiply-add rounds the same.
-                        *sum += f32::from_bits(w & 0xffff_0000) * x1;
-                        *sum += f32::from_bits(w << 16) * x0;
-                    }
+        let mut sums = [[0.0f32; 16]; R];
+        for place in 0..count {
+            // SAFETY: the caller grants `count` lines and cells.
+            let (w, x) = unsafe {
+                let w = lines.cast::<[u32; 16]>().add(place).read_unaligned();
+                (w, x.add(place * R).cast::<[[f32; 2]; R]>().read())
+            };
+            for (sums, [x0, x1]) in sums.iter_mut().zip(&x) {
+                for (sum, w) in sums.iter_mut().zip(&w) {
+                    // Products of two bf16 are exact, so a fused multiply-add rounds the same.
+                    *sum += f32::from_bits(w & 0xffff_0000) * x1;
+                    *sum += f32::from_bits(w << 16) * x0;
                 }
             }
-            for (row, sums) in sums.iter().enumerate() {
-                // SAFETY: the caller grants R · C results.
-                unsafe { out.add(row * C + panel).write(sums.map(f32::to_bits)) };
-            }
+        }
+        for (row, sums) in sums.iter().enumerate() {
+            // SAFETY: the caller grants R results.
+            unsafe { out.add(row).write(sums.map(f32::to_bits)) };
         }
     }
 }
@@ -116,30 +112,28 @@ impl Dot for F32 {
     }
 
     #[inline(always)]
-    unsafe fn tile<const R: usize, const C: usize>(
+    unsafe fn tile<const R: usize>(
         x: *const f32,
-        lines: [*const u8; C],
+        lines: *const u8,
         count: usize,
         out: *mut [u32; 16],
     ) {
-        for (panel, lines) in lines.into_iter().enumerate() {
-            let mut sums = [[0.0f32; 16]; R];
-            for place in 0..count {
-                // SAFETY: the caller grants `count` lines and cells.
-                let (w, x) = unsafe {
-                    let w = lines.cast::<[f32; 16]>().add(place).read_unaligned();
-                    (w, x.add(place * R).cast::<[f32; R]>().read())
-                };
-                for (sums, x) in sums.iter_mut().zip(&x) {
-                    for (sum, w) in sums.iter_mut().zip(&w) {
-                        *sum = w.mul_add(*x, *sum);
-                    }
+        let mut sums = [[0.0f32; 16]; R];
+        for place in 0..count {
+            // SAFETY: the caller grants `count` lines and cells.
+            let (w, x) = unsafe {
+                let w = lines.cast::<[f32; 16]>().add(place).read_unaligned();
+                (w, x.add(place * R).cast::<[f32; R]>().read())
+            };
+            for (sums, x) in sums.iter_mut().zip(&x) {
+                for (sum, w) in sums.iter_mut().zip(&w) {
+                    *sum = w.mul_add(*x, *sum);
                 }
             }
-            for (row, sums) in sums.iter().enumerate() {
-                // SAFETY: the caller grants R · C results.
-                unsafe { out.add(row * C + panel).write(sums.map(f32::to_bits)) };
-            }
+        }
+        for (row, sums) in sums.iter().enumerate() {
+            // SAFETY: the caller grants R results.
+            unsafe { out.add(row).write(sums.map(f32::to_bits)) };
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::Activation;
 use crate::weight::{Form, Format, LINE, PANEL, Weight};
 
 /// The most rows of a tile of any kind and instruction set.
-const MAX_ROWS: usize = 12;
+const MAX_ROWS: usize = 16;
 
 /// A product with a packed weight in raw parts; strides in elements, from row to row.
 #[derive(Clone, Copy)]
@@ -173,11 +173,8 @@ unsafe fn part_of<D: Dot, const INTEGER: bool>(job: &Job<'_>, part: &Part, packe
     let count = job.rows.div_ceil(D::ROWS.min(MAX_ROWS));
     let bytes = panels.bytes().as_ptr();
     let finish = Finish::new(job, bytes, lines);
-    let mut sums = [[0u32; PANEL]; MAX_ROWS * 2];
-    let mut panel = part.panels.0;
-    while panel < part.panels.1 {
-        // One panel at a time while the stream of weights is the limit, so that it stays one stream.
-        let two = job.rows > MAX_ROWS && panel + 1 < part.panels.1;
+    let mut sums = [[0u32; PANEL]; MAX_ROWS];
+    for panel in part.panels.0..part.panels.1 {
         for tile in part.tiles.0..part.tiles.1 {
             let rows = tile_rows(job.rows, count, tile);
             // SAFETY: the caller's duty; a panel has `lines` lines.
@@ -187,31 +184,25 @@ unsafe fn part_of<D: Dot, const INTEGER: bool>(job: &Job<'_>, part: &Part, packe
                     .cast::<D::Cell>()
                     .add((job.first + rows.start) * lines);
                 let line = bytes.add(panel * lines * LINE);
-                if two {
-                    let pair = [line, line.add(lines * LINE)];
-                    any_rows::<D, 2>(rows.len(), cells, pair, lines, sums.as_mut_ptr());
-                } else {
-                    any_rows::<D, 1>(rows.len(), cells, [line], lines, sums.as_mut_ptr());
-                }
-                let wide = 1 + usize::from(two);
-                for (place, row) in rows.enumerate() {
+                any_rows::<D>(rows.len(), cells, line, lines, sums.as_mut_ptr());
+                for (row, sums) in rows.zip(&sums) {
                     let state = packed.states.add(job.first + row).read();
-                    for side in 0..wide {
-                        let sums = &sums[place * wide + side];
-                        finish.put::<INTEGER>(row, panel + side, state, sums);
-                    }
+                    finish.put::<INTEGER>(row, panel, state, sums);
                 }
             }
         }
-        panel += 1 + usize::from(two);
     }
 }
 
+/// [`Dot::tile`] for 1 ..= ROWS rows.
+///
+/// # Safety
+/// As for [`Dot::tile`].
 #[inline(always)]
-pub(crate) unsafe fn any_rows<D: Dot, const C: usize>(
+pub(crate) unsafe fn any_rows<D: Dot>(
     rows: usize,
     cells: *const D::Cell,
-    lines: [*const u8; C],
+    lines: *const u8,
     count: usize,
     sums: *mut [u32; PANEL],
 ) {
@@ -221,13 +212,13 @@ pub(crate) unsafe fn any_rows<D: Dot, const C: usize>(
             match rows {
                 $($rows if $rows <= D::ROWS => {
                     // SAFETY: the caller's duty.
-                    unsafe { D::tile::<$rows, C>(cells, lines, count, sums) }
+                    unsafe { D::tile::<$rows>(cells, lines, count, sums) }
                 })*
                 _ => {}
             }
         };
     }
-    tile_of!(1 2 3 4 5 6 7 8 9 10 11 12);
+    tile_of!(1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16);
 }
 
 /// What happens to sums on their way to y.
