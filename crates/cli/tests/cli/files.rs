@@ -111,8 +111,16 @@ fn prompts_of_text_and_json_lines_give_the_same_answers() {
             .args(["--threads", "1"])
             .args(arguments))
     };
-    let output = generate(&["--chat", "--prompts", &text.display().to_string()]);
+    let prompts = text.display().to_string();
+    // More than any context has room for: said, not just done.
+    let arguments = ["--chat", "--max-tokens", "99999", "--prompts", &prompts];
+    let output = generate(&arguments);
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let said = stderr(&output);
+    assert!(
+        said.contains("--max-tokens is 99999") && said.contains("behind 2 of 2 prompts"),
+        "{said}"
+    );
     assert_eq!(
         stdout(&output),
         "The capital of France is Paris.\nTuesday comes after Monday.\n"

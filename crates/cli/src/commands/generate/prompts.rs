@@ -101,6 +101,7 @@ impl Source<'_> {
     pub(super) fn requests(&self, lines: &[Line]) -> Result<(Vec<Request>, Vec<Place>), Failure> {
         let mut requests = Vec::new();
         let mut places = Vec::new();
+        let mut shortened = 0u64;
         for line in lines {
             let wrong = |error: ApiError| {
                 Failure::new(
@@ -121,6 +122,10 @@ impl Source<'_> {
                 for choice in 0..choices {
                     let params = self.params(common, prompt.len(), choice);
                     self.check(&prompt, &params).map_err(wrong)?;
+                    let own = common.and_then(|common| common.sampling.max_tokens);
+                    if own.is_none() && params.max_tokens < self.config.max_tokens {
+                        shortened += 1;
+                    }
                     places.push(Place {
                         line: line.number,
                         prompt: index,
@@ -138,6 +143,15 @@ impl Source<'_> {
                     });
                 }
             }
+        }
+        if shortened > 0 {
+            tracing::warn!(
+                "--max-tokens is {}; the context of {} tokens has room for fewer behind {shortened} of {} prompts, \
+                 which get as many as fit",
+                self.config.max_tokens,
+                self.max_len,
+                requests.len()
+            );
         }
         Ok((requests, places))
     }
