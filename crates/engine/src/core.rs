@@ -146,7 +146,6 @@ impl Engine {
             max_scored_tokens: MAX_SCORED_LOGITS / executor.vocab_size().max(1),
             prefill_any_interval: config.prefill_any_interval as usize,
             max_drafts: num_drafts as usize,
-            draft_layer: most_drafts > 0,
         };
         Ok(Self {
             config: EngineConfig {
@@ -240,11 +239,16 @@ impl Engine {
     /// The chain of a request's block keys; none if it shares its KV with no other.
     fn chain(&self, request: &Request) -> Option<BlockChain> {
         let seed = self.config.cache_seed;
+        let draft_layer = self.executor.draft_layers() > 0;
         if self.config.enable_prefix_caching {
-            return Some(BlockChain::new(seed, request.cache_salt.as_deref()));
+            return Some(BlockChain::new(
+                seed,
+                request.cache_salt.as_deref(),
+                draft_layer,
+            ));
         }
         let leader = request.leader?;
-        Some(BlockChain::private(seed, leader.0))
+        Some(BlockChain::private(seed, leader.0, draft_layer))
     }
 
     /// Ends a request at the next [`Self::step`], in whatever state it is: its blocks are free then, or,

@@ -19,8 +19,7 @@
 //!   They get blocks only from what nobody else needs now, and are cut to what fits.
 //! * With `prefill_any_interval` N, prompts are computed in every Nth step at most while others generate.
 //! * A sequence is admitted with the longest prefix that is cached, but at least its last token is
-//!   computed, because its logits are needed; with drafts one block less, because the draft layer's last
-//!   row there depends on the token that followed then.
+//!   computed, because its logits are needed.
 //! * A sequence that has the same prompt as an earlier one waits until that one's prompt is computed,
 //!   then shares it.
 //!
@@ -58,8 +57,6 @@ pub struct StepLimits {
     pub prefill_any_interval: usize,
     /// Most drafts of a sequence in a step.
     pub max_drafts: usize,
-    /// The model has a draft layer, whose KV is part of the blocks.
-    pub draft_layer: bool,
 }
 
 /// A sequence as the scheduler takes it.

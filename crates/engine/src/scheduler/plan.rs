@@ -250,10 +250,8 @@ impl Scheduler {
             return None;
         }
         let keys = &seq.keys[..seq.cacheable(self.pool.block_size())];
-        let (found, _) = self.pool.lookup(keys);
-        let hit = found.saturating_sub(usize::from(self.limits.draft_layer));
+        let (hit, unused) = self.pool.lookup(keys);
         // Cached blocks that nobody uses count as available until they are taken.
-        let (_, unused) = self.pool.lookup(&keys[..hit]);
         let taken = self.pool.blocks_for(seq.len).saturating_sub(hit) + unused;
         let room = taken.saturating_add(self.reserve(seq)) <= self.pool.available();
         room.then_some((arrival, id, hit))

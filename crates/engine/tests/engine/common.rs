@@ -55,6 +55,45 @@ pub(crate) fn shape(num_blocks: u32) -> ScriptedShape {
     }
 }
 
+/// A bench whose drafts are right in `percent` of all places: they come from the outputs of `requests`
+/// alone, and which are wrong depends on the tokens before them only.
+pub(crate) fn drafting(
+    config: EngineConfig,
+    num_blocks: u32,
+    requests: &[Request],
+    percent: u64,
+) -> Bench {
+    let texts: Vec<Vec<TokenId>> = requests
+        .iter()
+        .map(|request| {
+            let mut text = request.prompt.to_vec();
+            text.extend(alone(request).ids());
+            text
+        })
+        .collect();
+    let shape = ScriptedShape {
+        draft_layer: true,
+        ..shape(num_blocks)
+    };
+    let executor = ScriptedExecutor::new(shape)
+        .unwrap()
+        .with_drafts(move |tokens| {
+            let known = texts
+                .iter()
+                .find(|text| text.len() > tokens.len() && text.starts_with(tokens));
+            let sum = tokens.iter().fold(7u64, |sum, &token| {
+                (sum ^ u64::from(token)).wrapping_mul(0x9E37_79B9_7F4A_7C15)
+            });
+            let right = (sum >> 32) % 100 < percent;
+            match known {
+                Some(text) if right => text[tokens.len()],
+                Some(text) => (text[tokens.len()] + 1) % 256,
+                None => 0,
+            }
+        });
+    Bench::new(engine_with(config, executor))
+}
+
 pub(crate) fn engine_with(config: EngineConfig, executor: ScriptedExecutor) -> Engine {
     use twinfer_engine::Executor as _;
     let blocks = executor.arena().num_blocks();
@@ -210,6 +249,13 @@ impl Bench {
         )
         .unwrap();
         self.engine.kv_loaded(RequestId(id), KvOutcome::Loaded);
+    }
+
+    /// Answers a fetch after the rows of another prompt were written.
+    pub(crate) fn load_foreign(&mut self, id: u64, prompt: &[TokenId], outcome: KvOutcome) {
+        let (blocks, _) = self.fetches.remove(&id).unwrap();
+        fill_kv(self.engine.arena(), BLOCK, &blocks, prompt).unwrap();
+        self.engine.kv_loaded(RequestId(id), outcome);
     }
 
     /// Nothing runs, nothing is kept.

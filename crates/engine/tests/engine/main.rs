@@ -4,14 +4,22 @@
 #[cfg(test)]
 mod common;
 #[cfg(test)]
+mod fairness;
+#[cfg(test)]
 mod limits;
 #[cfg(test)]
 mod model;
 #[cfg(test)]
 mod output;
 #[cfg(test)]
+mod prefix;
+#[cfg(test)]
 mod random;
 #[cfg(test)]
 mod remote;
 #[cfg(test)]
 mod same;
+#[cfg(test)]
+mod scoring;
+#[cfg(test)]
+mod speculation;

@@ -44,6 +44,9 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
 
 struct World {
     bench: Bench,
+    /// What the submissions to come ask for, in order.
+    planned: Vec<Request>,
+    next: usize,
     submitted: BTreeMap<u64, Request>,
     aborted: BTreeSet<u64>,
     failed: BTreeSet<u64>,
@@ -58,9 +61,43 @@ fn nth<T: Copy>(mut of: impl ExactSizeIterator<Item = T>, which: usize) -> Optio
 }
 
 impl World {
-    fn new(config: EngineConfig, blocks: u32) -> Self {
+    fn new(config: EngineConfig, blocks: u32, ops: &[Op], percent: u64) -> Self {
+        let mut planned: Vec<Request> = Vec::new();
+        for op in ops {
+            let Op::Submit {
+                prompt_len,
+                max_tokens,
+                remote,
+                hold,
+            } = *op
+            else {
+                continue;
+            };
+            let id = planned.len() as u64;
+            // Of five families, those of each begin alike.
+            let asked = request(id, prompt(id % 5, prompt_len), sampled(id, max_tokens));
+            let kv = if remote {
+                KvSource::Remote
+            } else {
+                KvSource::Compute
+            };
+            let cache_salt = (id % 7 == 6).then(|| "salt".into());
+            let leader = (id % 3 == 2).then(|| RequestId(id - 1));
+            let twin = planned.last().filter(|_| leader.is_some() && !remote);
+            let prompt = twin.map_or(asked.prompt.clone(), |twin| twin.prompt.clone());
+            planned.push(Request {
+                kv,
+                hold_kv: hold,
+                cache_salt,
+                leader,
+                prompt,
+                ..asked
+            });
+        }
         Self {
-            bench: bench(config, blocks),
+            bench: drafting(config, blocks, &planned, percent),
+            planned,
+            next: 0,
             submitted: BTreeMap::new(),
             aborted: BTreeSet::new(),
             failed: BTreeSet::new(),
@@ -71,25 +108,12 @@ impl World {
 
     fn apply(&mut self, op: Op) {
         match op {
-            Op::Submit {
-                prompt_len,
-                max_tokens,
-                remote,
-                hold,
-            } => {
-                let id = self.submitted.len() as u64;
-                let kv = if remote {
-                    KvSource::Remote
-                } else {
-                    KvSource::Compute
-                };
-                let asked = request(id, prompt(id, prompt_len), sampled(id, max_tokens));
-                let asked = Request {
-                    kv,
-                    hold_kv: hold,
-                    ..asked
-                };
-                let fits = prompt_len + max_tokens as usize <= self.bench.engine.max_len() as usize;
+            Op::Submit { .. } => {
+                let asked = self.planned[self.next].clone();
+                self.next += 1;
+                let id = asked.id.0;
+                let len = asked.prompt.len() + asked.params.max_tokens as usize;
+                let fits = len <= self.bench.engine.max_len() as usize;
                 match self.bench.engine.submit(asked.clone()) {
                     Ok(()) => {
                         assert!(fits);
@@ -156,24 +180,22 @@ impl World {
         let gone = self.aborted.contains(&id);
         match answer {
             Answer::Loaded => self.bench.load(id, &self.submitted[&id].prompt),
-            Answer::Recompute => {
-                self.bench.fetches.remove(&id);
-                self.bench
-                    .engine
-                    .kv_loaded(RequestId(id), KvOutcome::Recompute);
-            }
+            Answer::Recompute => self.load_wrong(id, KvOutcome::Recompute),
             Answer::Failed => {
-                self.bench.fetches.remove(&id);
                 let error = ApiError::new(ErrorKind::KvTransfer, "broken");
-                self.bench
-                    .engine
-                    .kv_loaded(RequestId(id), KvOutcome::Failed(error));
+                self.load_wrong(id, KvOutcome::Failed(error));
                 if !gone {
                     self.failed.insert(id);
                 }
             }
         }
         self.cancels_answered += usize::from(was_cancelled);
+    }
+
+    /// A fetch that left something else in the blocks.
+    fn load_wrong(&mut self, id: u64, outcome: KvOutcome) {
+        let len = self.submitted[&id].prompt.len();
+        self.bench.load_foreign(id, &prompt(99, len), outcome);
     }
 
     fn held(&self) -> Vec<u64> {
@@ -231,7 +253,8 @@ impl World {
             let got = &self.bench.got[id];
             let finish = got.finish.as_ref().unwrap();
             let alone = alone(asked);
-            let sources = finish.sources.computed + finish.sources.remote;
+            let sources = finish.sources;
+            let sources = sources.computed + sources.remote + sources.cached;
             prompt_tokens += u64::from(sources);
             output_tokens += got.tokens.len() as u64;
             match &finish.reason {
@@ -256,7 +279,7 @@ impl World {
         }
         let stats = self.bench.engine.stats();
         assert_eq!(
-            stats.prompt_tokens.computed + stats.prompt_tokens.remote,
+            stats.prompt_tokens.computed + stats.prompt_tokens.remote + stats.prompt_tokens.cached,
             prompt_tokens
         );
         assert_eq!(stats.output_tokens, output_tokens);
@@ -272,9 +295,20 @@ proptest! {
         blocks in 8u32..40,
         max_num_seqs in 1u32..8,
         budget in 1u32..24,
+        drafts in 0u32..6,
+        interval in 1u32..4,
+        cache in prop::bool::weighted(0.8),
+        percent in 0u64..101,
     ) {
-        let config = EngineConfig { max_num_seqs, max_num_batched_tokens: budget, ..roomy() };
-        let mut world = World::new(config, blocks);
+        let config = EngineConfig {
+            max_num_seqs,
+            max_num_batched_tokens: budget,
+            num_speculative_tokens: drafts,
+            prefill_any_interval: interval,
+            enable_prefix_caching: cache,
+            ..roomy()
+        };
+        let mut world = World::new(config, blocks, &ops, percent);
         for op in ops {
             world.apply(op);
         }
