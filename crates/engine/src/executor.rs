@@ -1,8 +1,11 @@
-use crate::model::{Decoder, KvBuffers, KvLayout, KvStep, Probe, Scratch, Span, Step, Taps};
-use crate::{ExecError, Executor, KvGeometry, SeqWork};
+use crate::model::{
+    Decoder, DraftScratch, KvBuffers, KvLayout, KvStep, Probe, Scratch, Span, Step, Taps, sized,
+};
+use crate::{DraftWork, ExecError, Executor, KvGeometry, SeqWork, Tap};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use twinfer_kernels::{DType, KernelError, ThreadTeam};
+use twinfer_protocol::TokenId;
 use twinfer_sys::BlockArena;
 
 /// A model on this machine's cores.
@@ -14,7 +17,9 @@ pub struct CpuExecutor {
     vocab_size: usize,
     max_context: usize,
     scratch: Scratch,
+    /// Rows of the last step, by its works; empty after a failure.
     spans: Vec<Span>,
+    drafting: DraftScratch,
     kv_buffers: KvBuffers,
     progress: Arc<AtomicU64>,
     probe: Option<Box<dyn Probe>>,
@@ -38,6 +43,7 @@ impl CpuExecutor {
             max_context,
             scratch: Scratch::default(),
             spans: Vec::new(),
+            drafting: DraftScratch::default(),
             kv_buffers: KvBuffers::default(),
             progress: Arc::default(),
             probe: None,
@@ -65,6 +71,151 @@ impl CpuExecutor {
                 DType::F32
             },
         }
+    }
+
+    fn run(&mut self, batch: &[SeqWork<'_>], logits: &mut Vec<f32>) -> Result<(), ExecError> {
+        let layout = self.layout();
+        let blocks = batch.iter().map(|work| work.blocks);
+        let buffers = std::mem::take(&mut self.kv_buffers);
+        let places = self.spans.iter().zip(blocks);
+        let mut kv = KvStep::open(&self.arena, layout, buffers, places)?;
+        let step = Step {
+            team: &self.team,
+            spans: &self.spans,
+            rows: self.spans.last().map_or(0, |span| span.rows.end),
+            kv_type: layout.dtype,
+            block_size: layout.block_size,
+            progress: &self.progress,
+        };
+        let mut taps = Taps::new(self.probe.as_deref_mut(), self.spans.iter().enumerate());
+        self.model.forward(
+            &step,
+            batch,
+            &mut kv,
+            &mut self.scratch,
+            &mut self.drafting.known,
+            &mut taps,
+            logits,
+        )?;
+        self.kv_buffers = kv.close();
+        Ok(())
+    }
+
+    /// One pass of the MTP layer: in round 0 over the settled rows of all works, later over the last
+    /// draft of those that want more.
+    fn draft_round(
+        &mut self,
+        works: &[DraftWork<'_>],
+        round: usize,
+        drafts: &mut [TokenId],
+    ) -> Result<(), ExecError> {
+        let layout = self.layout();
+        let (width, vocab) = (self.model.hidden(), self.vocab_size);
+        let state = &mut self.drafting;
+        state.works.clear();
+        state.spans.clear();
+        let mut rows = 0;
+        for (index, work) in works.iter().enumerate() {
+            if round > 0 && work.count <= round {
+                continue;
+            }
+            let base = self.spans[work.work].position;
+            let (first, count) = match round {
+                0 => (work.rows.start, work.rows.len()),
+                later => (work.rows.end - 1 + later, 1),
+            };
+            state.works.push(index);
+            state.spans.push(Span {
+                rows: rows..rows + count,
+                position: base + first,
+            });
+            rows += count;
+        }
+        let step = Step {
+            team: &self.team,
+            spans: &state.spans,
+            rows,
+            kv_type: layout.dtype,
+            block_size: layout.block_size,
+            progress: &self.progress,
+        };
+        let blocks = state.works.iter().map(|index| works[*index].blocks);
+        let buffers = std::mem::take(&mut self.kv_buffers);
+        let places = state.spans.iter().zip(blocks);
+        let mut kv = KvStep::open(&self.arena, layout, buffers, places)?;
+        let (joined, scratch) = (&mut state.joined, &mut self.scratch);
+        if round == 0 {
+            let (known, spans) = (&state.known, &self.spans);
+            let rows = works.iter().flat_map(|work| {
+                let first = spans[work.work].rows.start;
+                let rows = work.rows.clone().zip(work.next);
+                rows.map(move |(row, token)| (*token, &known[(first + row) * width..][..width]))
+            });
+            self.model.draft(&step, rows, &mut kv, joined, scratch)?;
+        } else {
+            let (last, starts) = (&state.last, &state.starts);
+            let rows = state.works.iter().map(|index| {
+                let token = drafts[starts[*index] + round - 1];
+                (token, &last[index * width..][..width])
+            });
+            self.model.draft(&step, rows, &mut kv, joined, scratch)?;
+        }
+        self.kv_buffers = kv.close();
+        let logits = &mut state.logits;
+        if round == 0
+            && let Some(probe) = self.probe.as_deref_mut()
+        {
+            self.model
+                .draft_logits(&self.team, 0..rows, scratch, logits)?;
+            let works = state.works.iter().map(|index| works[*index].work);
+            let mut taps = Taps::new(Some(probe), works.zip(&state.spans));
+            taps.see(Tap::DraftNorm, 0, &scratch.wanted_normed[..rows * width]);
+            taps.see(Tap::DraftLogits, 0, &logits[..rows * vocab]);
+        }
+        let (round_works, spans) = (&state.works, &state.spans);
+        let wanted = || {
+            let all = round_works.iter().zip(spans);
+            all.filter(|(index, _)| works[**index].count > round)
+        };
+        let ends = wanted().map(|(_, span)| span.rows.end - 1);
+        self.model.draft_logits(&self.team, ends, scratch, logits)?;
+        let last = sized(&mut state.last, works.len() * width);
+        for (place, (index, _)) in wanted().enumerate() {
+            let normed = &scratch.wanted_normed[place * width..][..width];
+            last[index * width..][..width].copy_from_slice(normed);
+            let row = &logits[place * vocab..][..vocab];
+            drafts[state.starts[*index] + round] = likeliest(row);
+        }
+        Ok(())
+    }
+
+    fn check_drafts(&self, works: &[DraftWork<'_>]) -> Result<(), ExecError> {
+        let bad = |index: usize, what: &str| {
+            Err(ExecError::OutOfRange(format!("draft work {index}: {what}")))
+        };
+        if !self.model.has_mtp() {
+            return Err(ExecError::OutOfRange(
+                "the model has no draft layer".to_owned(),
+            ));
+        }
+        for (index, work) in works.iter().enumerate() {
+            let Some(span) = self.spans.get(work.work) else {
+                return bad(index, "no such work in the last step");
+            };
+            if work.rows.is_empty() || work.rows.end > span.rows.len() {
+                return bad(index, "rows that the last step did not compute");
+            }
+            if work.next.len() != work.rows.len() {
+                return bad(index, "not one next token per row");
+            }
+            if let Some(token) = work.next.iter().find(|t| **t as usize >= self.vocab_size) {
+                return bad(
+                    index,
+                    &format!("token {token}; allowed are 0 to {}", self.vocab_size - 1),
+                );
+            }
+        }
+        Ok(())
     }
 
     fn check(&self, batch: &[SeqWork<'_>]) -> Result<(), ExecError> {
@@ -118,12 +269,11 @@ impl Executor for CpuExecutor {
 
     fn execute(&mut self, batch: &[SeqWork<'_>], logits: &mut Vec<f32>) -> Result<(), ExecError> {
         logits.clear();
+        self.spans.clear();
         if batch.is_empty() {
             return Ok(());
         }
         self.check(batch)?;
-        let layout = self.layout();
-        self.spans.clear();
         let mut rows = 0;
         for work in batch {
             self.spans.push(Span {
@@ -132,22 +282,39 @@ impl Executor for CpuExecutor {
             });
             rows += work.tokens.len();
         }
-        let blocks = batch.iter().map(|work| work.blocks);
-        let buffers = std::mem::take(&mut self.kv_buffers);
-        let mut kv = KvStep::open(&self.arena, layout, buffers, self.spans.iter().zip(blocks))?;
-        let step = Step {
-            team: &self.team,
-            spans: &self.spans,
-            rows,
-            kv_type: layout.dtype,
-            block_size: layout.block_size,
-            progress: &self.progress,
-        };
-        let mut taps = Taps::new(self.probe.as_deref_mut(), batch);
-        let scratch = &mut self.scratch;
-        self.model
-            .forward(&step, batch, &mut kv, scratch, &mut taps, logits)?;
-        self.kv_buffers = kv.close();
+        let result = self.run(batch, logits);
+        if result.is_err() {
+            self.spans.clear();
+        }
+        result
+    }
+
+    fn draft_layers(&self) -> usize {
+        usize::from(self.model.has_mtp())
+    }
+
+    fn draft(
+        &mut self,
+        works: &[DraftWork<'_>],
+        drafts: &mut Vec<TokenId>,
+    ) -> Result<(), ExecError> {
+        drafts.clear();
+        if works.is_empty() {
+            return Ok(());
+        }
+        self.check_drafts(works)?;
+        let state = &mut self.drafting;
+        state.starts.clear();
+        let mut total = 0;
+        for work in works {
+            state.starts.push(total);
+            total += work.count;
+        }
+        drafts.resize(total, 0);
+        let rounds = works.iter().map(|work| work.count).max().unwrap_or(0);
+        for round in 0..rounds.max(1) {
+            self.draft_round(works, round, drafts)?;
+        }
         Ok(())
     }
 
@@ -164,6 +331,17 @@ impl std::fmt::Debug for CpuExecutor {
             .field("isa", &self.team.isa().name())
             .finish_non_exhaustive()
     }
+}
+
+/// The first of the largest values.
+fn likeliest(logits: &[f32]) -> TokenId {
+    let mut best = (0, f32::NEG_INFINITY);
+    for (token, value) in logits.iter().enumerate() {
+        if *value > best.1 {
+            best = (token, *value);
+        }
+    }
+    best.0 as TokenId
 }
 
 impl From<KernelError> for ExecError {

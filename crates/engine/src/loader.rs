@@ -29,6 +29,8 @@ pub struct LoadOptions<'a> {
     /// Quantise linear layers and head to int8 while loading; those that the files hold in int8 stay as
     /// they are.
     pub quantize: bool,
+    /// Load the MTP layer, to propose tokens with.
+    pub mtp: bool,
     /// Compute threads, also used for reading.
     pub threads: usize,
     /// Cores for them; thread i runs on core `i mod len`. The thread that calls the executor is thread
@@ -159,6 +161,7 @@ impl Default for LoadOptions<'_> {
         Self {
             dtype: Dtype::Bf16,
             quantize: false,
+            mtp: false,
             threads: 1,
             cpus: None,
             isa: None,
@@ -189,10 +192,20 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
             allowed: format!("2 to {}, the model's own limit", config.context),
         });
     }
-    let specs = config.tensors(false);
+    if options.mtp && config.mtp_layers != 1 {
+        return Err(ModelError::Option {
+            field: "num-speculative-tokens",
+            value: "above 0".to_owned(),
+            allowed: format!(
+                "0: the model has {} MTP layers (num_nextn_predict_layers), one is needed",
+                config.mtp_layers
+            ),
+        });
+    }
+    let specs = config.tensors(options.mtp);
     let checkpoint = Checkpoint::open(dir, &specs, config.quantization.as_ref())?;
 
-    let kv = KvShape::of(&config, options.dtype, options.block_size);
+    let kv = kv_shape(&config, options);
     let packing = packing(options, &checkpoint);
     let weight_bytes = packing
         .bytes(&specs, &checkpoint)
@@ -264,12 +277,12 @@ impl CheckedModel {
             packing(options, &self.checkpoint),
             options.progress,
         );
-        let model = Decoder::build(&self.config, &builder, options.threads)?;
+        let model = Decoder::build(&self.config, &builder, options.threads, options.mtp)?;
         let mut warnings = self.warnings;
         warnings.extend(builder.spare_head_warning()?);
         self.checkpoint.check_unchanged()?;
 
-        let kv = KvShape::of(&self.config, options.dtype, options.block_size);
+        let kv = kv_shape(&self.config, options);
         let arena = BlockArena::new(self.num_blocks, kv.layers, kv.unit_bytes())
             .map_err(system("reserve memory for KV"))?;
         let team = ThreadTeam::new(options.threads, options.cpus.as_deref(), self.isa)
@@ -367,6 +380,13 @@ fn read_config(dir: &Path) -> Result<ModelConfig, ModelError> {
     ModelConfig::parse(&text).map_err(|source| ModelError::Config { path, source })
 }
 
+/// KV of the layers and, if it is loaded, of the MTP layer behind them.
+fn kv_shape(config: &ModelConfig, options: &LoadOptions<'_>) -> KvShape {
+    let mut shape = KvShape::of(config, options.dtype, options.block_size);
+    shape.layers += usize::from(options.mtp);
+    shape
+}
+
 /// What becomes of plain weights. In a checkpoint with int8 layers the others were left alone on
 /// purpose.
 fn packing(options: &LoadOptions<'_>, checkpoint: &Checkpoint) -> Packing {
@@ -389,6 +409,9 @@ fn fingerprint(
 ) -> Fingerprint {
     let hash = |text: &str| format!("{:032x}", xxh3_128(text.as_bytes()));
     let mut identity = config.identity();
+    if options.mtp {
+        identity.push_str(" mtp");
+    }
     for frequency in config.rope.frequencies(config.rope_dim()) {
         identity.push_str(&format!(" {:08x}", frequency.to_bits()));
     }

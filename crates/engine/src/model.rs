@@ -5,6 +5,8 @@
 //! products, norms and attention; here it follows from there being no operation across rows.
 
 mod build;
+#[cfg(test)]
+mod build_tests;
 mod decoder;
 mod deepseek;
 mod ffn;
@@ -13,6 +15,7 @@ mod kv;
 mod llama;
 mod mla;
 mod moe;
+mod mtp;
 mod norm;
 mod probe;
 mod qwen;
@@ -25,9 +28,10 @@ mod step;
 pub(crate) use build::{Builder, Packing};
 pub(crate) use decoder::Decoder;
 pub(crate) use kv::{KvBuffers, KvLayout, KvStep};
+pub(crate) use mtp::DraftScratch;
 pub(crate) use probe::Taps;
 pub use probe::{Probe, ProbeRows, Tap};
-pub(crate) use scratch::Scratch;
+pub(crate) use scratch::{Scratch, sized};
 pub(crate) use step::{Span, Step};
 
 /// Raised with every change of an order of operations in this module.

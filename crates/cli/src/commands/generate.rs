@@ -94,6 +94,7 @@ fn engine(config: &GenerateConfig, tokenizer: &Arc<Tokenizer>) -> Result<Engine,
         max_num_seqs: config.max_num_seqs as usize,
         tokenizer_hash: tokenizer.content_hash().to_owned(),
         progress: Some(&report),
+        ..LoadOptions::default()
     };
     let loaded =
         load(&config.model, &options).map_err(|error| Failure::new(Code::Config, error))?;

@@ -509,7 +509,7 @@ impl<'a> Builder<'a> {
         })
     }
 
-    fn integers(&self, name: &str) -> Result<Vec<i32>, ModelError> {
+    pub(super) fn integers(&self, name: &str) -> Result<Vec<i32>, ModelError> {
         match self.stored(name)? {
             Stored::I32(values) => Ok(values),
             _ => Err(refused(format!("{name} is not I32"))),
@@ -613,7 +613,7 @@ fn own_bias(
 }
 
 /// fp8 e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433): bias 7, subnormals m/8 * 2^-6, no infinity.
-fn e4m3_table() -> [f32; 256] {
+pub(super) fn e4m3_table() -> [f32; 256] {
     std::array::from_fn(|byte| {
         let (exponent, mantissa) = ((byte >> 3 & 15) as i32, (byte & 7) as f32);
         let magnitude = match (exponent, byte & 7) {

@@ -5,6 +5,7 @@ use super::ffn::Ffn;
 use super::gqa::Gqa;
 use super::mla::Mla;
 use super::moe::Moe;
+use super::mtp::Mtp;
 use super::norm::Norm;
 use super::probe::Taps;
 use super::rope::{Angles, RopeTable};
@@ -29,6 +30,7 @@ pub(crate) struct Decoder {
     norm: Norm,
     /// `[vocab, hidden]`.
     head: Weight,
+    mtp: Option<Mtp>,
 }
 
 #[derive(Debug)]
@@ -86,7 +88,7 @@ fn mismatch(config: &ModelConfig) -> ModelError {
 }
 
 impl Layer {
-    fn build(
+    pub(super) fn build(
         config: &ModelConfig,
         builder: &Builder<'_>,
         index: usize,
@@ -170,24 +172,31 @@ impl Decoder {
         config: &ModelConfig,
         builder: &Builder<'_>,
         threads: usize,
+        with_mtp: bool,
     ) -> Result<Self, ModelError> {
         enum Part {
             Ends(Embedding, Weight),
             Layer(Box<Layer>),
+            Mtp(Box<Mtp>),
         }
         // The two largest matrices first, so that they do not come last on one thread.
-        let parts = builder.parts(config.layers + 1, threads, |part| match part {
+        let count = config.layers + 1 + usize::from(with_mtp);
+        let parts = builder.parts(count, threads, |part| match part {
+            last if last > config.layers => {
+                Mtp::build(config, builder, config.layers).map(|mtp| Part::Mtp(Box::new(mtp)))
+            }
             0 => ends(config, builder).map(|(embedding, head)| Part::Ends(embedding, head)),
             layer => {
                 Layer::build(config, builder, layer - 1).map(|layer| Part::Layer(Box::new(layer)))
             }
         })?;
         let mut layers = Vec::with_capacity(config.layers);
-        let mut found = None;
+        let (mut found, mut mtp) = (None, None);
         for part in parts {
             match part {
                 Part::Ends(embedding, head) => found = Some((embedding, head)),
                 Part::Layer(layer) => layers.push(*layer),
+                Part::Mtp(layer) => mtp = Some(*layer),
             }
         }
         let (embedding, head) = found.ok_or(ModelError::Stopped)?;
@@ -200,16 +209,33 @@ impl Decoder {
             layers,
             norm: builder.norm("model.norm", config.rms_norm_eps)?,
             head,
+            mtp,
         })
     }
 
-    /// One pass over the rows of all works, in order. Appends to `logits` a row per row that wants one.
+    /// Has it a layer to propose tokens with?
+    pub(crate) fn has_mtp(&self) -> bool {
+        self.mtp.is_some()
+    }
+
+    /// Width of the residual stream.
+    pub(crate) fn hidden(&self) -> usize {
+        self.hidden
+    }
+
+    /// One pass over the rows of all works, in order. Appends to `logits` a row per row that wants one;
+    /// with an MTP layer, leaves all rows' outputs behind the last norm in `known`.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "parts of one step, borrowed apart"
+    )]
     pub(crate) fn forward(
         &self,
         step: &Step<'_>,
         works: &[SeqWork<'_>],
         kv: &mut KvStep<'_>,
         scratch: &mut Scratch,
+        known: &mut Vec<f32>,
         taps: &mut Taps<'_>,
         logits: &mut Vec<f32>,
     ) -> Result<(), ExecError> {
@@ -226,7 +252,65 @@ impl Decoder {
         }
         let count = step.rows * self.hidden;
         taps.see(Tap::Hidden, self.layers.len(), &scratch.hidden[..count]);
+        if self.mtp.is_some() {
+            let known = sized(known, count);
+            self.norm
+                .apply(step.team, &scratch.hidden[..count], known)?;
+        }
         self.finish(step, works, scratch, taps, logits)
+    }
+
+    /// Runs the MTP layer over the step's rows. `rows` gives each row's token and known output; the
+    /// layer's own output is left in `scratch.hidden`.
+    pub(crate) fn draft<'k>(
+        &self,
+        step: &Step<'_>,
+        rows: impl Iterator<Item = (u32, &'k [f32])>,
+        kv: &mut KvStep<'_>,
+        joined: &mut Vec<f32>,
+        scratch: &mut Scratch,
+    ) -> Result<(), ExecError> {
+        let Some(mtp) = &self.mtp else {
+            return Err(ExecError::OutOfRange(
+                "the model has no draft layer".to_owned(),
+            ));
+        };
+        let joined = sized(joined, step.rows * 2 * self.hidden);
+        for (pair, (token, known)) in joined.chunks_exact_mut(2 * self.hidden).zip(rows) {
+            let (embedding, place) = pair.split_at_mut(self.hidden);
+            self.embed(token, embedding)?;
+            place.copy_from_slice(known);
+        }
+        mtp.join(step, joined, scratch)?;
+        self.fill_angles(step, scratch);
+        let (index, rope) = (self.layers.len(), &self.rope);
+        mtp.layer
+            .forward(step, index, rope, kv, scratch, &mut Taps::off())
+    }
+
+    /// Norm and head behind the MTP layer for some of the rows that [`Decoder::draft`] left. Normed rows
+    /// are left in `scratch.wanted_normed`, logits in `logits`, each `[rows, ..]`.
+    pub(crate) fn draft_logits(
+        &self,
+        team: &ThreadTeam,
+        rows: impl Iterator<Item = usize>,
+        scratch: &mut Scratch,
+        logits: &mut Vec<f32>,
+    ) -> Result<(), ExecError> {
+        let Some(mtp) = &self.mtp else {
+            return Ok(());
+        };
+        let width = self.hidden;
+        scratch.wanted.clear();
+        for row in rows {
+            let hidden = &scratch.hidden[row * width..(row + 1) * width];
+            scratch.wanted.extend_from_slice(hidden);
+        }
+        let wanted = scratch.wanted.len() / width;
+        let normed = sized(&mut scratch.wanted_normed, wanted * width);
+        mtp.norm.apply(team, &scratch.wanted, normed)?;
+        product(team, normed, &self.head, sized(logits, wanted * self.vocab))?;
+        Ok(())
     }
 
     fn embed(&self, token: u32, row: &mut [f32]) -> Result<(), KernelError> {

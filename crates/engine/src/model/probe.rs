@@ -1,4 +1,4 @@
-use crate::SeqWork;
+use super::step::Span;
 use std::ops::Range;
 
 /// A named place in the forward pass.
@@ -32,6 +32,10 @@ pub enum Tap {
     FinalNorm,
     /// Logits. `[rows, vocab]`.
     Logits,
+    /// Output of the MTP layer behind its norm, first pass of a draft. `[rows, hidden]`.
+    DraftNorm,
+    /// Logits of it. `[rows, vocab]`.
+    DraftLogits,
 }
 
 /// The rows of a step: for each its place in the batch and its position in its sequence.
@@ -59,21 +63,34 @@ pub(crate) struct Taps<'a> {
 }
 
 impl<'a> Taps<'a> {
-    pub(crate) fn new(probe: Option<&'a mut (dyn Probe + 'static)>, batch: &[SeqWork<'_>]) -> Self {
+    /// `spans` are the step's rows, each with the number of its work.
+    pub(crate) fn new<'s>(
+        probe: Option<&'a mut (dyn Probe + 'static)>,
+        spans: impl Iterator<Item = (usize, &'s Span)>,
+    ) -> Self {
         let mut taps = Self {
             probe,
             works: Vec::new(),
             positions: Vec::new(),
         };
         if taps.on() {
-            for (index, work) in batch.iter().enumerate() {
-                for position in work.start..work.start + work.tokens.len() {
-                    taps.works.push(index as u32);
+            for (work, span) in spans {
+                for position in span.position..span.position + span.rows.len() {
+                    taps.works.push(work as u32);
                     taps.positions.push(position as u32);
                 }
             }
         }
         taps
+    }
+
+    /// Without a probe.
+    pub(crate) fn off() -> Self {
+        Self {
+            probe: None,
+            works: Vec::new(),
+            positions: Vec::new(),
+        }
     }
 
     /// Is a probe set?

@@ -9,6 +9,10 @@ mod golden;
 #[cfg(test)]
 mod loading;
 #[cfg(test)]
+mod mtp;
+#[cfg(test)]
+mod quantised;
+#[cfg(test)]
 mod reference;
 #[cfg(test)]
 mod support;

@@ -20,8 +20,8 @@ impl Recorder {
     }
 }
 
-impl Recorder {
-    fn record(&self, tap: Tap, layer: usize, rows: ProbeRows<'_>, values: &[f32]) {
+impl Probe for Recorder {
+    fn record(&mut self, tap: Tap, layer: usize, rows: ProbeRows<'_>, values: &[f32]) {
         let width = values.len() / rows.works.len();
         let mut recording = self.0.lock().unwrap();
         for (row, work) in rows.works.iter().enumerate() {
