@@ -6,11 +6,12 @@
 //! Every output element is computed in an order that depends on its own row and absolute position only. Batch size,
 //! chunking, thread count, tile sizes and instruction set change who computes an element and when, never its bits:
 //!
-//! * **Products** ([`linear`], [`grouped_linear`], [`per_head_linear`]): k is cut into blocks of [`K_BLOCK`]. Inside a
-//!   block sixteen lanes start at +0; lane j takes k = j, j + 16, ... of the block in ascending order by fused
-//!   multiply-add, the last step padded with zeros in both factors. The lanes are added in the tree
-//!   (i, i+8), (i, i+4), (i, i+2), (i, i+1). The blocks' sums are added from the first to the last.
-//! * **Attention** ([`mla_attention`]) walks tiles of [`TILE`] absolute positions, see there.
+//! * **Products in f32** ([`linear`], [`grouped_linear`], [`per_head_linear`], and [`product`] with such weights): k is
+//!   cut into blocks of [`K_BLOCK`]. Inside a block sixteen lanes start at +0; lane j takes k = j, j + 16, ... of the
+//!   block in ascending order by fused multiply-add, the last step padded with zeros in both factors. The lanes are
+//!   added in the tree (i, i+8), (i, i+4), (i, i+2), (i, i+1). The blocks' sums are added from the first to the last.
+//! * **Products in bf16 and int8** ([`product`], [`grouped_product`], [`per_head_product`]): see [`product`].
+//! * **Attention** ([`mla_attention`], [`gqa_attention`]) walks tiles of [`TILE`] absolute positions, see there.
 //! * **Elementwise** functions round once per written operation; [`math::exp`] is our own and has equal bits in scalar
 //!   and vector form.
 //!
@@ -34,7 +35,9 @@ mod simd;
 mod team;
 mod weight;
 
-pub use attention::{GqaParams, GqaSeq, MlaParams, MlaSeq, TILE, gqa_attention, mla_attention};
+pub use attention::{
+    GqaParams, GqaSeq, KvSeq, MlaParams, MlaSeq, TILE, gqa_attention, mla_attention,
+};
 pub use convert::{bf16_to_f32, f32_to_bf16, load_f32, round_to_bf16, store_f32};
 pub use error::KernelError;
 pub use gemm::{K_BLOCK, grouped_linear, linear, per_head_linear};
@@ -63,5 +66,5 @@ compile_error!(
 /// The instruction set is not part of it, since all give the same bits. The last number is raised with every change of
 /// a definition.
 pub fn numerics_class() -> &'static str {
-    "f32lanes16-k512-t64-r1"
+    "f32lanes16-k512-bf16pairs-w8a8-t64-r2"
 }

@@ -99,36 +99,11 @@ pub fn mla_attention(
             for head in 0..params.heads {
                 let q = [q_latent.head(row, head), q_rope.head(row, head)].concat();
                 let start = (row * params.heads + head) * params.latent;
-                attend(params, &q, &keys, &mut out[start..start + params.latent]);
+                let out = &mut out[start..start + params.latent];
+                attend(params.kv_type, params.scale, &q, &keys, &keys, out);
             }
         }
     }
-}
-
-/// One query row and head over its visible keys.
-fn attend(params: &MlaParams, q: &[f32], keys: &[Vec<f32>], out: &mut [f32]) {
-    out.fill(0.0);
-    let (mut m, mut l) = (f32::NEG_INFINITY, 0.0f32);
-    for tile in keys.chunks(TILE) {
-        let scores: Vec<f32> = tile
-            .iter()
-            .map(|key| dot_block(q, key) * params.scale)
-            .collect();
-        let tile_m = largest(&scores);
-        let p: Vec<f32> = scores.iter().map(|score| exp(score - tile_m)).collect();
-        let tile_l = sum_lanes(&p);
-        let next = if tile_m > m { tile_m } else { m };
-        let (keep, take) = (exp(m - next), exp(tile_m - next));
-        (m, l) = (next, l.mul_add(keep, tile_l * take));
-        for (column, out) in out.iter_mut().enumerate() {
-            let sum = p
-                .iter()
-                .zip(tile)
-                .fold(0.0f32, |sum, (p, key)| p.mul_add(key[column], sum));
-            *out = out.mul_add(keep, sum * take);
-        }
-    }
-    out.iter_mut().for_each(|out| *out /= l);
 }
 
 fn largest(values: &[f32]) -> f32 {
@@ -224,7 +199,7 @@ pub fn gqa_attention(params: &GqaParams, q: HeadRows<'_>, seqs: &[GqaSeq<'_>], o
                 let keys: Vec<_> = kv.iter().map(|kv| part(kv, kv_head)).collect();
                 let values: Vec<_> = kv.iter().map(|kv| part(kv, kv_heads + kv_head)).collect();
                 let start = (row * heads + head) * head_dim;
-                attend_tiles(
+                attend(
                     params.kv_type,
                     params.scale,
                     q.head(row, head),
@@ -238,7 +213,7 @@ pub fn gqa_attention(params: &GqaParams, q: HeadRows<'_>, seqs: &[GqaSeq<'_>], o
 }
 
 /// One query row and head over its visible keys and values, tile by tile.
-fn attend_tiles(
+fn attend(
     kv_type: DType,
     scale: f32,
     q: &[f32],
@@ -261,10 +236,10 @@ fn attend_tiles(
         let tile_l = sum_lanes(&p);
         let next = if tile_m > m { tile_m } else { m };
         let (keep, take) = (exp(m - next), exp(tile_m - next));
-        (m, l) = (next, l.mul_add(keep, tile_l * take));
+        (m, l) = (next, l * keep + tile_l * take);
         for (column, out) in out.iter_mut().enumerate() {
             let column: Vec<f32> = values.iter().map(|value| value[column]).collect();
-            *out = out.mul_add(keep, dot_of(kv_type, &p, &column) * take);
+            *out = *out * keep + dot_of(kv_type, &p, &column) * take;
         }
     }
     out.iter_mut().for_each(|out| *out /= l);

@@ -1,7 +1,7 @@
 //! Grouped-query attention.
 
-use std::ops::Range;
-
+use super::task::{Call, Geometry};
+use super::{KvSeq, plan};
 use crate::error::ensure_shape;
 use crate::{DType, HeadRows, KernelError, ThreadTeam};
 
@@ -22,17 +22,8 @@ pub struct GqaParams {
     pub scale: f32,
 }
 
-/// Consecutive query rows of one sequence and the KV they see.
-#[derive(Debug, Clone)]
-pub struct GqaSeq<'a> {
-    /// Rows of the query and output buffers.
-    pub rows: Range<usize>,
-    /// Absolute position of the first of them; the others follow. Row i sees positions 0 ..= first_position + i.
-    pub first_position: usize,
-    /// The layer's unit of each block from position 0 on. A unit is `block_size` rows `[k of all KV heads | v of all
-    /// KV heads]`, token-major; bytes behind that are ignored. KV of the rows' own positions is already written.
-    pub units: &'a [&'a [u8]],
-}
+/// A sequence whose KV rows are `[k of all KV heads | v of all KV heads]`.
+pub type GqaSeq<'a> = KvSeq<'a>;
 
 /// Causal attention of every row and head over its KV head's keys and values: q `[rows, H, head_dim]`, out dense
 /// `[rows, H, head_dim]`. Output rows of no sequence keep their content.
@@ -93,7 +84,23 @@ pub fn gqa_attention(
         )?;
         end = seq.rows.end;
     }
-    team.run(1, |_, _| {})?;
-    crate::reference::gqa_attention(params, q, seqs, out);
-    Ok(())
+    let call = Call {
+        geometry: Geometry {
+            heads,
+            kv_heads,
+            key: head_dim,
+            value: head_dim,
+            row: 2 * kv_heads * head_dim,
+            values_from: kv_heads * head_dim,
+            block_size,
+            kv_type,
+            scale: params.scale,
+        },
+        q,
+        q_rope: None,
+        seqs,
+        out: out.as_mut_ptr(),
+    };
+    // SAFETY: shapes were checked.
+    unsafe { plan::run(team, &call) }
 }

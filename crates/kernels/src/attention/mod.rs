@@ -1,28 +1,19 @@
 //! Multi-head latent attention in absorbed form.
 
 mod gqa;
+mod plan;
 mod task;
+mod value;
 
 use std::ops::Range;
 
 use crate::error::ensure_shape;
-use crate::scratch::with_scratch;
-use crate::team::SOLO_NANOSECONDS;
 use crate::{DType, HeadRows, KernelError, ThreadTeam};
 pub use gqa::{GqaParams, GqaSeq, gqa_attention};
-use task::{Call, Task, run_task, scratch_length};
+use task::{Call, Geometry};
 
 /// Absolute positions that are folded into the running softmax together.
 pub const TILE: usize = 64;
-
-/// Most query rows of a task.
-const TASK_ROWS: usize = 8;
-/// Fewest heads of a task, when there are as many: they share each key that is read.
-const TASK_HEADS: usize = 12;
-/// Tasks per thread, so that threads end together.
-const TASKS_PER_THREAD: usize = 4;
-/// Most query values of a task: they and as many output values stay in the second-level cache between tiles.
-const TASK_VALUES: usize = 1 << 16;
 
 /// What all sequences of a call have in common.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -43,15 +34,18 @@ pub struct MlaParams {
 
 /// Consecutive query rows of one sequence and the KV they see.
 #[derive(Debug, Clone)]
-pub struct MlaSeq<'a> {
+pub struct KvSeq<'a> {
     /// Rows of the query and output buffers.
     pub rows: Range<usize>,
     /// Absolute position of the first of them; the others follow. Row i sees positions 0 ..= first_position + i.
     pub first_position: usize,
-    /// The layer's unit of each block from position 0 on. A unit is `block_size` rows `[latent | rope]`, token-major;
-    /// bytes behind that are ignored. KV of the rows' own positions is already written.
+    /// The layer's unit of each block from position 0 on. A unit is `block_size` KV rows, token-major; bytes behind that
+    /// are ignored. KV of the rows' own positions is already written.
     pub units: &'a [&'a [u8]],
 }
+
+/// A sequence whose KV rows are `[latent | rope]`.
+pub type MlaSeq<'a> = KvSeq<'a>;
 
 /// Attention of every row and head over one shared key `[c | k_rope]` and value c per position:
 /// out[row, h] = Σ_j softmax_j(scale · (q_latent·c_j + q_rope·k_rope_j)) c_j.
@@ -59,11 +53,16 @@ pub struct MlaSeq<'a> {
 /// q_latent is `[rows, H, r]`, q_rope `[rows, H, dr]`, out dense `[rows, H, r]`. Output rows of no sequence keep their
 /// content.
 ///
-/// Order: tiles of [`TILE`] absolute positions from 0 on. Per tile the scores (one block of lanes over `[c | k_rope]`,
-/// then times `scale`), their maximum, p = exp(score − maximum), the sum of p by sixteen lanes, and the values' sum in
-/// ascending position by fused multiply-add. Tiles are folded from the first to the last: m' = max(m, m_t),
-/// l' = fma(l, exp(m − m'), l_t · exp(m_t − m')), o likewise. The end is o / l. A row's result depends on its own
-/// query and positions up to its own only; positions behind it are never part of an operation.
+/// Order: tiles of [`TILE`] absolute positions from 0 on. Per tile the scores q·key · `scale`, their maximum,
+/// p = exp(score − maximum), l_t = the sum of p by sixteen lanes, and o_t = Σ_j p_j c_j. Tiles are folded from the first
+/// to the last: m' = max(m, m_t), l' = l · exp(m − m') + l_t · exp(m_t − m'), o likewise, every operation rounded. The
+/// end is o / l.
+///
+/// With f32 KV, q·key and o_t are one chain of fused multiply-adds each, in ascending order. With bf16 KV they are sums
+/// of [`crate::product`] in bf16: q, keys and values count as zero below 2^-56, q and p are rounded to bf16 (l_t sums p
+/// as rounded), and pairs are those of neighbours in a row, and of positions 2i and 2i + 1.
+///
+/// A row's result depends on its own query and positions up to its own only, whatever lies behind.
 ///
 /// # Errors
 /// [`KernelError::Shape`] when lengths do not fit, rows overlap or are out of order, or a block table is too short;
@@ -77,65 +76,25 @@ pub fn mla_attention(
     out: &mut [f32],
 ) -> Result<(), KernelError> {
     check(params, q_latent, q_rope, seqs, out.len())?;
-    let (tasks, nanoseconds) = plan(team, params, seqs);
     let call = Call {
-        params,
-        q_latent,
-        q_rope,
+        geometry: Geometry {
+            heads: params.heads,
+            kv_heads: 1,
+            key: params.latent + params.rope,
+            value: params.latent,
+            row: params.latent + params.rope,
+            values_from: 0,
+            block_size: params.block_size,
+            kv_type: params.kv_type,
+            scale: params.scale,
+        },
+        q: q_latent,
+        q_rope: Some(q_rope),
         seqs,
         out: out.as_mut_ptr(),
     };
-    team.run_worth(nanoseconds, tasks.len(), |index, _| {
-        let (call, task) = (&call, &tasks[index]);
-        with_scratch(scratch_length(params, task), |scratch| {
-            // SAFETY: shapes were checked, and tasks write disjoint parts of the output.
-            unsafe { run_task(team.isa(), call, task, scratch.as_mut_ptr()) }
-        });
-    })
-}
-
-/// Cuts the rows and heads into tasks, and the time all take on one core. Where it cuts changes no bits.
-fn plan(team: &ThreadTeam, params: &MlaParams, seqs: &[MlaSeq<'_>]) -> (Vec<Task>, usize) {
-    let per_key =
-        params.heads * (2 * params.latent + params.rope) / team.isa().products_per_nanosecond();
-    let mut total = 0;
-    for seq in seqs {
-        let last = seq.first_position + seq.rows.len();
-        total += seq.rows.len() * (seq.first_position + last) / 2 * per_key;
-    }
-    let alone = team.threads() == 1 || total < SOLO_NANOSECONDS;
-    let share = if alone {
-        total
-    } else {
-        total / (team.threads() * TASKS_PER_THREAD)
-    } + 1;
-    let mut tasks = Vec::new();
-    for (index, seq) in seqs.iter().enumerate() {
-        let mut start = seq.rows.start;
-        while start < seq.rows.end {
-            let row_time = (seq.first_position + (start - seq.rows.start) + 1) * per_key;
-            // As many rows as a share holds, so that they read the KV once; then fewer heads of a single row.
-            let rows = (share / row_time.max(1))
-                .clamp(1, TASK_ROWS)
-                .min(seq.rows.end - start);
-            let fair = (row_time * rows)
-                .div_ceil(share)
-                .min(params.heads.div_ceil(TASK_HEADS));
-            let cached =
-                (rows * params.heads * (params.latent + params.rope)).div_ceil(TASK_VALUES);
-            let parts = fair.max(cached).clamp(1, params.heads);
-            for part in 0..parts {
-                let heads = params.heads * part / parts..params.heads * (part + 1) / parts;
-                tasks.push(Task {
-                    seq: index,
-                    rows: start..start + rows,
-                    heads,
-                });
-            }
-            start += rows;
-        }
-    }
-    (tasks, total)
+    // SAFETY: shapes were checked.
+    unsafe { plan::run(team, &call) }
 }
 
 fn check(

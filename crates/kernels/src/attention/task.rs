@@ -1,285 +1,453 @@
-//! One task of attention: some query rows of one sequence by some heads, on one thread.
+//! One task of attention: some query rows of one sequence by some heads that share a key and a value, on one thread.
 //!
-//! Keys are read where they lie in their blocks. For each tile of positions and each group of heads the scores are a
-//! small product of packed queries with keys, and the values' sum an outer product of probabilities with the same rows.
+//! For each tile of positions keys are turned into panels (a column per position) and values into panels (a column per
+//! value, a line per position or pair of positions). Scores and sums of values are then products of packed rows, a row
+//! per query row and head, with these panels.
 
 use std::ops::Range;
 
-use super::{MlaParams, MlaSeq, TILE};
-use crate::gemm::{MAX_TILE_ROWS, TILE_COLS, group_tile, pack_rows};
-use crate::math::exp;
-use crate::reference::LANES as STEP;
-use crate::rows::{exp_and_sum, largest};
-use crate::simd::{Element, Simd, simd_kernel, widen};
-use crate::{DType, HeadRows};
+use super::value::KvValue;
+use super::{KvSeq, TILE};
+use crate::panels::{Dot, Level, any_rows, pack_row, panel_kernel, tile_rows};
+use crate::rows::largest;
+use crate::simd::{Simd, exp};
+use crate::weight::PANEL;
+use crate::{Activation, DType, HeadRows};
 
-/// Vectors of a value row that are summed at a time.
-const VALUE_VECTORS: usize = 4;
+/// The most rows of a register tile.
+const ROWS: usize = 16;
+/// Panels of a tile's keys.
+const KEY_PANELS: usize = TILE / PANEL;
+
+/// What scores and sums are made of, for MLA and grouped queries alike.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Geometry {
+    /// Heads of q and out.
+    pub(super) heads: usize,
+    /// Groups of heads that share a key and a value.
+    pub(super) kv_heads: usize,
+    /// Values of a key.
+    pub(super) key: usize,
+    /// Values of a value.
+    pub(super) value: usize,
+    /// Elements of a KV row.
+    pub(super) row: usize,
+    /// Elements from the row's begin to the first value; a KV head's key begins at head · key, its value here + head ·
+    /// value.
+    pub(super) values_from: usize,
+    pub(super) block_size: usize,
+    pub(super) kv_type: DType,
+    pub(super) scale: f32,
+}
 
 /// The arguments of a call, lengths checked.
 pub(super) struct Call<'a> {
-    pub(super) params: &'a MlaParams,
-    pub(super) q_latent: HeadRows<'a>,
-    pub(super) q_rope: HeadRows<'a>,
-    pub(super) seqs: &'a [MlaSeq<'a>],
+    pub(super) geometry: Geometry,
+    pub(super) q: HeadRows<'a>,
+    /// Values of q behind those of `q`, as MLA has them.
+    pub(super) q_rope: Option<HeadRows<'a>>,
+    pub(super) seqs: &'a [KvSeq<'a>],
     pub(super) out: *mut f32,
 }
 
 // SAFETY: `out` is written by tasks only, each its own rows and heads, while the call holds the borrow.
 unsafe impl Sync for Call<'_> {}
 
-/// Rows (of the query buffer) and heads of one sequence.
-#[derive(Debug)]
+/// Rows (of the query buffer) and heads of one sequence; the heads share a KV head.
+#[derive(Debug, Clone, Copy)]
 pub(super) struct Task {
     pub(super) seq: usize,
-    pub(super) rows: Range<usize>,
-    pub(super) heads: Range<usize>,
+    pub(super) rows: (usize, usize),
+    pub(super) heads: (usize, usize),
 }
 
-/// The running softmax of one row and head.
-#[derive(Clone, Copy)]
-struct Fold {
-    m: f32,
-    l: f32,
-    /// Factor on what was summed before this tile.
-    keep: f32,
-    /// Factor on this tile's sums.
-    take: f32,
-}
-
-/// How the scratch of a task is cut: folds, the scores of a group of heads, its queries joined, all queries packed, a
-/// widened copy of a tile's keys.
+/// Scratch of a task, in f32.
 struct Layout {
-    width: usize,
-    heads: usize,
-    rows: usize,
-}
-
-simd_kernel! {
-    pub(super) fn run_task = any_type(call: &Call<'_>, task: &Task, scratch: *mut f32)
-}
-
-/// Values of scratch that [`run_task`] needs.
-pub(super) fn scratch_length(params: &MlaParams, task: &Task) -> usize {
-    let layout = Layout::new(params, task);
-    layout.copy_values()
-        + layout.fold_values()
-        + layout.score_values()
-        + layout.joined_values()
-        + layout.packed_values()
+    queries: usize,
+    keys: usize,
+    values: usize,
+    folds: usize,
+    joined: usize,
 }
 
 impl Layout {
-    fn new(params: &MlaParams, task: &Task) -> Self {
+    fn new(geometry: &Geometry, rows: usize) -> Self {
+        // A cell is at most two f32, whatever meets a line.
         Self {
-            width: params.latent + params.rope,
-            heads: task.heads.len(),
-            rows: task.rows.len(),
+            queries: (rows * geometry.key * 2).next_multiple_of(ROWS),
+            keys: KEY_PANELS * geometry.key * PANEL,
+            values: geometry.value.div_ceil(PANEL) * TILE * PANEL,
+            // As many tiles as rows at worst, each with m and l of sixteen rows.
+            folds: rows * 2 * ROWS,
+            joined: geometry.key.next_multiple_of(ROWS),
         }
     }
+}
 
-    /// A packed query head, in whole steps.
-    fn head_values(&self) -> usize {
-        self.width.next_multiple_of(STEP)
-    }
+/// Values of scratch that [`run_task`] needs.
+pub(super) fn scratch_length(geometry: &Geometry, task: &Task) -> usize {
+    let rows = (task.rows.1 - task.rows.0) * (task.heads.1 - task.heads.0);
+    let layout = Layout::new(geometry, rows);
+    layout.queries + layout.keys + layout.values + layout.folds + layout.joined
+}
 
-    fn packed_values(&self) -> usize {
-        self.rows * self.heads * self.head_values()
-    }
-
-    fn joined_values(&self) -> usize {
-        MAX_TILE_ROWS * self.head_values()
-    }
-
-    fn score_values(&self) -> usize {
-        MAX_TILE_ROWS * TILE
-    }
-
-    /// A widened copy of a tile's keys.
-    fn copy_values(&self) -> usize {
-        TILE * self.width
-    }
-
-    fn fold_values(&self) -> usize {
-        (self.rows * self.heads * size_of::<Fold>() / size_of::<f32>()).next_multiple_of(STEP)
-    }
+panel_kernel! {
+    pub(super) fn run_task = any_type(call: &Call<'_>, task: &Task, scratch: *mut f32)
 }
 
 /// # Safety
 /// The call's lengths were checked, the task lies inside it and no other task shares its rows and heads; scratch has
 /// [`scratch_length`] values, aligned to 64 bytes.
 #[inline(always)]
-unsafe fn any_type<S: Simd>(call: &Call<'_>, task: &Task, scratch: *mut f32) {
+unsafe fn any_type<L: Level>(call: &Call<'_>, task: &Task, scratch: *mut f32) {
     // SAFETY: the caller's duty.
     unsafe {
-        match call.params.kv_type {
-            DType::F32 => typed_task::<S, f32>(call, task, scratch),
-            DType::Bf16 => typed_task::<S, u16>(call, task, scratch),
+        match call.geometry.kv_type {
+            DType::F32 => typed_task::<L::F32>(call, task, scratch),
+            DType::Bf16 => typed_task::<L::Bf16>(call, task, scratch),
         }
     }
 }
 
 #[inline(always)]
-unsafe fn typed_task<S: Simd, E: Element>(call: &Call<'_>, task: &Task, scratch: *mut f32) {
-    let layout = Layout::new(call.params, task);
+unsafe fn typed_task<D: Dot>(call: &Call<'_>, task: &Task, scratch: *mut f32)
+where
+    D::Value: KvValue,
+{
+    let heads = task.heads.1 - task.heads.0;
+    let rows = (task.rows.1 - task.rows.0) * heads;
+    let layout = Layout::new(&call.geometry, rows);
     let seq = &call.seqs[task.seq];
-    let last = seq.first_position + (task.rows.end - 1 - seq.rows.start);
-    let copies = E::NARROW && S::COPIES_BF16 && layout.rows * layout.heads > S::TILE_ROWS;
-    // SAFETY: scratch is cut as `scratch_length` counts it, and Fold is four f32; the rest is the caller's duty.
+    let first = seq.first_position + (task.rows.0 - seq.rows.start);
+    let last = seq.first_position + (task.rows.1 - 1 - seq.rows.start);
+    // SAFETY: scratch is cut as `scratch_length` counts it; the rest is the caller's duty.
     unsafe {
-        let folds = scratch.cast::<Fold>();
-        let scores = scratch.add(layout.fold_values());
-        let joined = scores.add(layout.score_values());
-        let packed = joined.add(layout.joined_values());
-        let copy = packed.add(layout.packed_values());
-        let work = Work {
+        let keys = scratch.add(layout.queries);
+        let values = keys.add(layout.keys);
+        let folds = values.add(layout.values);
+        let work = Work::<D> {
             call,
-            task,
-            width: layout.width,
-            heads: layout.heads,
+            seq,
+            kv_head: task.heads.0 / (call.geometry.heads / call.geometry.kv_heads),
+            row_from: task.rows.0,
+            head_from: task.heads.0,
+            heads,
+            rows,
+            first,
+            queries: scratch.cast(),
+            keys: keys.cast(),
+            values: values.cast(),
             folds,
-            scores,
-            packed,
         };
-        work.prepare::<S>(joined, layout.head_values());
+        work.prepare(folds.add(layout.folds));
         for base in (0..=last).step_by(TILE) {
             let count = TILE.min(last + 1 - base);
-            let keys = key_rows::<E>(call.params, seq, base, count);
-            if copies {
-                let mut wide = [copy.cast_const(); TILE];
-                for (i, key) in keys.iter().enumerate().take(count) {
-                    wide[i] = copy.add(i * layout.width);
-                    widen::<S, E>(*key, layout.width, copy.add(i * layout.width));
-                }
-                work.tile::<S, f32>(base, count, &wide, layout.head_values());
-            } else {
-                work.tile::<S, E>(base, count, &keys, layout.head_values());
+            work.pack_keys(base, count);
+            let finite = work.pack_values(base, count);
+            // A row's products reach over positions it does not see, with factors of 0: harmless if all are finite.
+            let together = finite || first + 1 >= base + count;
+            let tiles = rows.div_ceil(D::ROWS);
+            for tile in 0..tiles {
+                let range = tile_rows(rows, tiles, tile);
+                work.tile(tile, range, base, count, together);
             }
         }
-        work.finish::<S>();
+        work.finish();
     }
 }
 
-/// A task with its scratch.
-struct Work<'a> {
+/// A task with its scratch. Packed row i is row i / heads by head i % heads of the task.
+struct Work<'a, D: Dot> {
     call: &'a Call<'a>,
-    task: &'a Task,
-    width: usize,
+    seq: &'a KvSeq<'a>,
+    kv_head: usize,
+    row_from: usize,
+    head_from: usize,
     heads: usize,
-    folds: *mut Fold,
-    scores: *mut f32,
-    packed: *mut f32,
+    rows: usize,
+    /// Absolute position of the task's first row.
+    first: usize,
+    queries: *mut D::Cell,
+    keys: *mut [u32; PANEL],
+    values: *mut [u32; PANEL],
+    /// Per tile of rows m of sixteen rows, then l.
+    folds: *mut f32,
 }
 
 /// # Safety
 /// All functions: as for [`any_type`], and the pointers lead to scratch as [`Layout`] cuts it.
-impl Work<'_> {
-    /// Rows of the task with their absolute positions.
+impl<D: Dot> Work<'_, D>
+where
+    D::Value: KvValue,
+{
     #[inline(always)]
-    fn position(&self, row: usize) -> usize {
-        let seq = &self.call.seqs[self.task.seq];
-        seq.first_position + (self.task.rows.start + row - seq.rows.start)
+    fn key_lines(&self) -> usize {
+        self.call.geometry.key.div_ceil(D::K)
     }
 
-    /// Heads of group `group`, counted from the task's first, dealt out evenly.
+    /// Where the output of a packed row begins.
     #[inline(always)]
-    fn group(&self, groups: usize, group: usize) -> Range<usize> {
-        self.heads * group / groups..self.heads * (group + 1) / groups
+    fn out(&self, packed: usize) -> *mut f32 {
+        let geometry = &self.call.geometry;
+        let row = self.row_from + packed / self.heads;
+        let head = self.head_from + packed % self.heads;
+        self.call
+            .out
+            .wrapping_add((row * geometry.heads + head) * geometry.value)
     }
 
-    /// Where the output of a row and head of the task begins.
+    /// How many of the positions from `base` on a packed row sees.
     #[inline(always)]
-    unsafe fn out(&self, row: usize, head: usize) -> *mut f32 {
-        let (row, head) = (self.task.rows.start + row, self.task.heads.start + head);
-        // SAFETY: the caller names a row and head of the task.
-        unsafe {
-            self.call
-                .out
-                .add((row * self.call.params.heads + head) * self.call.params.latent)
-        }
+    fn visible(&self, packed: usize, base: usize, count: usize) -> usize {
+        (self.first + packed / self.heads + 1)
+            .saturating_sub(base)
+            .min(count)
     }
 
-    /// Empties the folds and the output and packs `[q_latent | q_rope]` of each row by groups of heads.
+    /// The KV row of a position.
     #[inline(always)]
-    unsafe fn prepare<S: Simd>(&self, joined: *mut f32, head_values: usize) {
-        let groups = self.heads.div_ceil(S::TILE_ROWS);
-        for row in 0..self.task.rows.len() {
-            for head in 0..self.heads {
-                // SAFETY: row and head are the task's.
+    fn kv_row(&self, position: usize) -> *const D::Value {
+        let geometry = &self.call.geometry;
+        let unit = self.seq.units[position / geometry.block_size].as_ptr();
+        unit.cast::<D::Value>()
+            .wrapping_add(position % geometry.block_size * geometry.row)
+    }
+
+    /// Packs queries, empties folds and output.
+    #[inline(always)]
+    unsafe fn prepare(&self, joined: *mut f32) {
+        let geometry = &self.call.geometry;
+        let lines = self.key_lines();
+        let tiles = self.rows.div_ceil(D::ROWS);
+        for tile in 0..tiles {
+            let range = tile_rows(self.rows, tiles, tile);
+            for (place, packed) in range.clone().enumerate() {
+                let row = self.row_from + packed / self.heads;
+                let head = self.head_from + packed % self.heads;
+                let mut q = self.call.q.head(row, head).as_ptr();
+                // SAFETY: the scratch has room for a joined query and for the cells of all rows.
                 unsafe {
-                    let empty = Fold {
-                        m: f32::NEG_INFINITY,
-                        l: 0.0,
-                        keep: 0.0,
-                        take: 0.0,
-                    };
-                    self.folds.add(row * self.heads + head).write(empty);
-                    self.out(row, head).write_bytes(0, self.call.params.latent);
-                }
-            }
-            for group in 0..groups {
-                let group = self.group(groups, group);
-                for (place, head) in group.clone().enumerate() {
-                    let (row, head) = (self.task.rows.start + row, self.task.heads.start + head);
-                    let latent = self.call.q_latent.head(row, head);
-                    let rope = self.call.q_rope.head(row, head);
-                    // SAFETY: `joined` has room for a group of heads of latent + rope values.
-                    unsafe {
-                        let to = joined.add(place * self.width);
-                        to.copy_from_nonoverlapping(latent.as_ptr(), latent.len());
-                        to.add(latent.len())
+                    if let Some(rope) = self.call.q_rope {
+                        let (latent, rope) = (self.call.q.head(row, head), rope.head(row, head));
+                        joined.copy_from_nonoverlapping(latent.as_ptr(), latent.len());
+                        joined
+                            .add(latent.len())
                             .copy_from_nonoverlapping(rope.as_ptr(), rope.len());
+                        q = joined;
                     }
+                    let to = self.queries.add(range.start * lines + place);
+                    pack_row::<D>(Activation::PerToken, q, geometry.key, to, range.len());
+                    self.out(packed).write_bytes(0, geometry.value);
                 }
-                // SAFETY: `packed` has room for every row and head in whole steps.
+            }
+            for row in 0..ROWS {
+                // SAFETY: every tile has its folds.
                 unsafe {
-                    let to = self
-                        .packed
-                        .add((row * self.heads + group.start) * head_values);
-                    pack_rows::<S>(joined, self.width, group.len(), self.width, to);
+                    let folds = self.folds.add(tile * 2 * ROWS);
+                    folds.add(row).write(f32::NEG_INFINITY);
+                    folds.add(ROWS + row).write(0.0);
                 }
             }
         }
     }
 
-    /// Folds the tile of positions `base .. base + count` into every row that sees some of it.
+    /// Panels of sixteen positions; columns behind `count` repeat the last one.
     #[inline(always)]
-    unsafe fn tile<S: Simd, E: Element>(
+    unsafe fn pack_keys(&self, base: usize, count: usize) {
+        let geometry = &self.call.geometry;
+        let lines = self.key_lines();
+        for panel in 0..count.div_ceil(PANEL) {
+            let rows: [*const D::Value; PANEL] = std::array::from_fn(|i| {
+                let position = base + (panel * PANEL + i).min(count - 1);
+                self.kv_row(position)
+                    .wrapping_add(self.kv_head * geometry.key)
+            });
+            // SAFETY: every row has a key; the panel has room for its lines.
+            unsafe {
+                let to = self.keys.add(panel * lines);
+                let whole = geometry.key / D::K;
+                D::columns(rows.map(|row| row.cast()), whole, to);
+                if whole < lines {
+                    // Only pairs leave a rest, of one value.
+                    let rest = rows.map(|row| row.add(whole * D::K).read_unaligned().bits());
+                    to.add(whole).write(rest);
+                }
+                D::Value::clean(std::slice::from_raw_parts_mut(to, lines));
+            }
+        }
+    }
+
+    /// Panels of sixteen values by a line per K positions, zeros behind `count`; whether all values are finite.
+    #[inline(always)]
+    unsafe fn pack_values(&self, base: usize, count: usize) -> bool {
+        let geometry = &self.call.geometry;
+        let lines = TILE / D::K;
+        let used = count.div_ceil(D::K);
+        let from = geometry.values_from + self.kv_head * geometry.value;
+        let mut finite = true;
+        for line in 0..used {
+            let position = base + line * D::K;
+            let first = self.kv_row(position).wrapping_add(from);
+            let second = (D::K == 2 && line * D::K + 1 < count)
+                .then(|| self.kv_row(position + 1).wrapping_add(from));
+            for panel in 0..geometry.value.div_ceil(PANEL) {
+                let column = panel * PANEL;
+                let width = PANEL.min(geometry.value - column);
+                // SAFETY: the rows have `width` values from `column` on; the panel has room for its lines.
+                unsafe {
+                    let mut cells = values_at(first.add(column), width).map(KvValue::bits);
+                    if let Some(second) = second {
+                        let upper = values_at(second.add(column), width).map(KvValue::bits);
+                        for (cell, upper) in cells.iter_mut().zip(upper) {
+                            *cell |= upper << 16;
+                        }
+                    }
+                    self.values.add(panel * lines + line).write(cells);
+                }
+            }
+        }
+        for panel in 0..geometry.value.div_ceil(PANEL) {
+            // SAFETY: these lines were written above.
+            unsafe {
+                let to = self.values.add(panel * lines);
+                finite &= D::Value::clean(std::slice::from_raw_parts_mut(to, used));
+            }
+        }
+        finite
+    }
+
+    /// Folds the tile of positions `base .. base + count` into a tile of packed rows.
+    #[inline(always)]
+    unsafe fn tile(
         &self,
+        tile: usize,
+        range: Range<usize>,
         base: usize,
         count: usize,
-        keys: &[*const E; TILE],
-        head_values: usize,
+        together: bool,
     ) {
-        let MlaParams { latent, scale, .. } = *self.call.params;
-        let groups = self.heads.div_ceil(S::TILE_ROWS);
-        for row in 0..self.task.rows.len() {
-            let position = self.position(row);
-            if position < base {
-                continue;
+        let mut visible = [0; ROWS];
+        for (visible, packed) in visible.iter_mut().zip(range.clone()) {
+            *visible = self.visible(packed, base, count);
+        }
+        let most = visible.iter().fold(0, |most, &visible| most.max(visible));
+        if most == 0 {
+            return;
+        }
+        // SAFETY: the caller's duty.
+        unsafe {
+            let mut scores = [[0.0f32; TILE]; ROWS];
+            self.scores(range.clone(), &visible, most, &mut scores);
+            let folds = self.folds.add(tile * 2 * ROWS);
+            let mut p = [[D::Value::default(); TILE]; ROWS];
+            let fold = fold::<D>(&scores[..range.len()], &visible, folds, &mut p);
+            if together {
+                self.add_values(range, &visible, most, &p, &fold);
+                return;
             }
-            let visible = count.min(position + 1 - base);
-            for group in 0..groups {
-                let group = self.group(groups, group);
-                let place = row * self.heads + group.start;
-                // SAFETY: the pointers lead to this row's and group's parts; the first `visible` keys are rows.
+            for (place, packed) in range.enumerate() {
+                if visible[place] > 0 {
+                    self.pack_values(base, visible[place]);
+                    let alone = Fold {
+                        keep: [fold.keep[place]; ROWS],
+                        take: [fold.take[place]; ROWS],
+                    };
+                    let visible = [visible[place]; ROWS];
+                    let p = &p[place..=place];
+                    self.add_values(packed..packed + 1, &visible, visible[0], p, &alone);
+                }
+            }
+            // Others may come after this tile of rows.
+            self.pack_values(base, count);
+        }
+    }
+
+    /// Scaled scores of visible positions, −∞ behind them.
+    #[inline(always)]
+    unsafe fn scores(
+        &self,
+        range: Range<usize>,
+        visible: &[usize; ROWS],
+        most: usize,
+        scores: &mut [[f32; TILE]; ROWS],
+    ) {
+        let lines = self.key_lines();
+        let scale = self.call.geometry.scale;
+        let mut sums = [[0u32; PANEL]; ROWS];
+        for panel in 0..KEY_PANELS {
+            let column = panel * PANEL;
+            if column < most {
+                // SAFETY: queries and this panel of keys are packed.
                 unsafe {
-                    let q = self.packed.add(place * head_values);
-                    score::<S, E>(
-                        q,
-                        group.len(),
-                        keys,
-                        visible,
-                        self.width,
-                        scale,
-                        self.scores,
-                    );
-                    for head in 0..group.len() {
-                        let fold = &mut *self.folds.add(place + head);
-                        fold_scores::<S>(self.scores.add(head * TILE), visible, fold);
+                    let cells = self.queries.add(range.start * lines);
+                    let keys = self.keys.add(panel * lines).cast();
+                    any_rows::<D>(range.len(), cells, keys, lines, sums.as_mut_ptr());
+                }
+            }
+            for ((scores, sums), visible) in
+                scores[..range.len()].iter_mut().zip(&sums).zip(visible)
+            {
+                let seen = visible.saturating_sub(column);
+                for (i, (score, sum)) in scores[column..column + PANEL]
+                    .iter_mut()
+                    .zip(sums)
+                    .enumerate()
+                {
+                    let value = f32::from_bits(*sum) * scale;
+                    *score = if i < seen { value } else { f32::NEG_INFINITY };
+                }
+            }
+        }
+    }
+
+    /// out ← out · keep + (Σ_j p_j v_j) · take for rows that see something.
+    #[inline(always)]
+    unsafe fn add_values(
+        &self,
+        range: Range<usize>,
+        visible: &[usize; ROWS],
+        most: usize,
+        p: &[[D::Value; TILE]],
+        fold: &Fold,
+    ) {
+        let geometry = &self.call.geometry;
+        let (lines, used) = (TILE / D::K, most.div_ceil(D::K));
+        let rows = range.len();
+        let mut outs = [std::ptr::null_mut(); ROWS];
+        for (out, packed) in outs.iter_mut().zip(range) {
+            *out = self.out(packed);
+        }
+        let mut cells = Cells([std::mem::MaybeUninit::uninit(); ROWS * TILE]);
+        let cells = cells.0.as_mut_ptr().cast::<D::Cell>();
+        let mut sums = [[0u32; PANEL]; ROWS];
+        // SAFETY: there are rows · used cells, of at most eight bytes per position pair or four per position; values are
+        // packed for `used` lines; every row of out has `value` values.
+        unsafe {
+            D::cells(p.as_ptr().cast(), TILE, rows, used, cells);
+            for panel in 0..geometry.value.div_ceil(PANEL) {
+                let values = self.values.add(panel * lines).cast();
+                any_rows::<D>(rows, cells, values, used, sums.as_mut_ptr());
+                let column = panel * PANEL;
+                let width = PANEL.min(geometry.value - column);
+                for row in 0..rows {
+                    if visible[row] == 0 {
+                        continue;
                     }
-                    let (folds, out) = (self.folds.add(place), self.out(row, group.start));
-                    add_values::<S, E>(self.scores, folds, group.len(), keys, visible, latent, out);
+                    let out = outs[row].add(column);
+                    let (keep, take) = (fold.keep[row], fold.take[row]);
+                    if width == PANEL {
+                        let out = out.cast::<[f32; PANEL]>();
+                        let mut sum = out.read_unaligned();
+                        for (out, add) in sum.iter_mut().zip(&sums[row]) {
+                            *out = *out * keep + f32::from_bits(*add) * take;
+                        }
+                        out.write_unaligned(sum);
+                    } else {
+                        for (i, add) in sums[row].iter().enumerate().take(width) {
+                            let out = out.add(i);
+                            out.write(out.read() * keep + f32::from_bits(*add) * take);
+                        }
+                    }
                 }
             }
         }
@@ -287,183 +455,98 @@ impl Work<'_> {
 
     /// Divides the sums by l.
     #[inline(always)]
-    unsafe fn finish<S: Simd>(&self) {
-        for row in 0..self.task.rows.len() {
-            for head in 0..self.heads {
-                // SAFETY: row and head are the task's.
+    unsafe fn finish(&self) {
+        let tiles = self.rows.div_ceil(D::ROWS);
+        for tile in 0..tiles {
+            for (place, packed) in tile_rows(self.rows, tiles, tile).enumerate() {
+                // SAFETY: the row is the task's.
                 unsafe {
-                    let l = (*self.folds.add(row * self.heads + head)).l;
-                    divide::<S>(self.out(row, head), self.call.params.latent, l);
+                    let l = self.folds.add(tile * 2 * ROWS + ROWS + place).read();
+                    let length = self.call.geometry.value;
+                    let out = std::slice::from_raw_parts_mut(self.out(packed), length);
+                    out.iter_mut().for_each(|out| *out /= l);
                 }
             }
         }
     }
 }
 
-/// Addresses of the rows at positions `base .. base + count`; the entries behind repeat the last one.
-#[inline(always)]
-fn key_rows<E: Element>(
-    params: &MlaParams,
-    seq: &MlaSeq<'_>,
-    base: usize,
-    count: usize,
-) -> [*const E; TILE] {
-    let width = params.latent + params.rope;
-    let mut keys = [std::ptr::null(); TILE];
-    for (i, key) in keys.iter_mut().enumerate() {
-        let position = base + i.min(count - 1);
-        let unit = seq.units[position / params.block_size].as_ptr().cast::<E>();
-        *key = unit.wrapping_add(position % params.block_size * width);
-    }
-    keys
+/// Room for a tile's probabilities as cells.
+#[repr(align(64))]
+struct Cells([std::mem::MaybeUninit<u32>; ROWS * TILE]);
+
+/// Factors on what was summed before a tile, and on the tile's sums, for sixteen rows.
+struct Fold {
+    keep: [f32; ROWS],
+    take: [f32; ROWS],
 }
 
-/// `scores[head][key]` = scale · (q · key) for the first `visible` keys; up to three entries behind hold anything.
+/// The first `width` values, zeros behind.
 #[inline(always)]
-unsafe fn score<S: Simd, E: Element>(
-    q: *const f32,
-    heads: usize,
-    keys: &[*const E; TILE],
-    visible: usize,
-    width: usize,
-    scale: f32,
-    scores: *mut f32,
-) {
-    for key in (0..visible).step_by(TILE_COLS) {
-        let mut columns = [keys[key]; TILE_COLS];
-        for (i, column) in columns.iter_mut().enumerate() {
-            *column = keys[(key + i).min(visible - 1)];
-        }
-        let mut sums = [[0.0; TILE_COLS]; MAX_TILE_ROWS];
-        // SAFETY: q is packed for `heads` rows; keys have `width` values; a head's scores have room for a tile.
-        unsafe {
-            group_tile::<S, E>(q, heads, columns, width, &mut sums);
-            for (head, sums) in sums.iter().enumerate().take(heads) {
-                for (i, sum) in sums.iter().enumerate() {
-                    scores.add(head * TILE + key + i).write(sum * scale);
-                }
-            }
-        }
-    }
-}
-
-/// Turns a head's scores into probabilities relative to the tile's largest, and folds m and l.
-#[inline(always)]
-unsafe fn fold_scores<S: Simd>(scores: *mut f32, visible: usize, fold: &mut Fold) {
-    // SAFETY: the caller grants `visible` scores.
+unsafe fn values_at<V: KvValue>(from: *const V, width: usize) -> [V; PANEL] {
+    // SAFETY: the caller grants `width` values.
     unsafe {
-        let tile_m = largest::<S>(scores, visible);
-        let tile_l = exp_and_sum::<S>(scores, visible, tile_m);
-        let next = if tile_m > fold.m { tile_m } else { fold.m };
-        fold.keep = exp(fold.m - next);
-        fold.take = exp(tile_m - next);
-        fold.m = next;
-        fold.l = fold.l.mul_add(fold.keep, tile_l * fold.take);
+        if width == PANEL {
+            return from.cast::<[V; PANEL]>().read_unaligned();
+        }
+        let mut values = [V::default(); PANEL];
+        for (i, value) in values.iter_mut().enumerate().take(width) {
+            *value = from.add(i).read_unaligned();
+        }
+        values
     }
 }
 
-/// `out[head]` ← `out[head]` · keep + (Σ_j p_j c_j) · take for a group of heads.
+/// Turns rows of scores into probabilities relative to the largest of the tile, and folds m and l of all rows.
+///
+/// # Safety
+/// `folds` holds m and l of sixteen rows, and there are at most as many.
 #[inline(always)]
-unsafe fn add_values<S: Simd, E: Element>(
-    p: *const f32,
-    folds: *const Fold,
-    heads: usize,
-    keys: &[*const E; TILE],
-    visible: usize,
-    latent: usize,
-    out: *mut f32,
-) {
-    macro_rules! heads_of {
-        ($($heads:literal)*) => {
-            match heads {
-                $($heads if $heads <= S::TILE_ROWS => {
-                    let keys = &keys[..visible];
-                    let wide = VALUE_VECTORS * S::LANES;
-                    let whole = latent / wide * wide;
-                    // SAFETY: the caller's duty; columns stay below `latent`.
-                    unsafe {
-                        for column in (0..whole).step_by(wide) {
-                            value_tile::<S, E, $heads, VALUE_VECTORS>(p, folds, keys, column, S::LANES, latent, out);
-                        }
-                        for column in (whole..latent).step_by(S::LANES) {
-                            let count = S::LANES.min(latent - column);
-                            value_tile::<S, E, $heads, 1>(p, folds, keys, column, count, latent, out);
-                        }
-                    }
-                })*
-                _ => {}
-            }
-        };
-    }
-    heads_of!(1 2 3 4 5 6);
-}
-
-/// `VECTORS` vectors of the sum, from `column` on; the last one has `count` values.
-#[expect(
-    clippy::needless_range_loop,
-    reason = "register tiles are addressed by row and column"
-)]
-#[inline(always)]
-unsafe fn value_tile<S: Simd, E: Element, const HEADS: usize, const VECTORS: usize>(
-    p: *const f32,
-    folds: *const Fold,
-    keys: &[*const E],
-    column: usize,
-    count: usize,
-    latent: usize,
-    out: *mut f32,
-) {
-    // SAFETY: the caller grants `HEADS` rows of p, folds and out, and columns below `latent`.
+unsafe fn fold<D: Dot>(
+    scores: &[[f32; TILE]],
+    visible: &[usize; ROWS],
+    folds: *mut f32,
+    p: &mut [[D::Value; TILE]; ROWS],
+) -> Fold
+where
+    D::Value: KvValue,
+{
+    // Rows beyond the last and rows that see nothing change nothing.
+    let (mut tile_m, mut tile_l) = ([f32::NEG_INFINITY; ROWS], [0.0; ROWS]);
+    let mut fold = Fold {
+        keep: [0.0; ROWS],
+        take: [0.0; ROWS],
+    };
+    // SAFETY: whole vectors of a tile's scores and of sixteen rows.
     unsafe {
-        let mut sums = [[S::splat(0.0); VECTORS]; HEADS];
-        for (j, key) in keys.iter().enumerate() {
-            let mut weights = [S::splat(0.0); HEADS];
-            for head in 0..HEADS {
-                weights[head] = S::splat(p.add(head * TILE + j).read());
+        for (row, scores) in scores.iter().enumerate() {
+            if visible[row] == 0 {
+                continue;
             }
-            for vector in 0..VECTORS {
-                let from = key.add(column + vector * S::LANES);
-                let c = if count == S::LANES {
-                    E::load::<S>(from)
-                } else {
-                    E::load_part::<S>(from, count)
-                };
-                for head in 0..HEADS {
-                    sums[head][vector] = S::fma(weights[head], c, sums[head][vector]);
-                }
+            tile_m[row] = largest::<D::S>(scores.as_ptr(), TILE);
+            let m = D::S::splat(tile_m[row]);
+            let mut parts = [D::S::splat(0.0); 4];
+            for place in (0..TILE).step_by(D::S::LANES) {
+                let v = exp::<D::S>(D::S::sub(D::S::load(scores.as_ptr().add(place)), m));
+                let v = D::Value::put::<D::S>(v, p[row].as_mut_ptr().add(place));
+                let part = &mut parts[place / D::S::LANES % D::S::PARTS];
+                *part = D::S::add(*part, v);
             }
+            tile_l[row] = D::S::add_lanes(D::S::fold_parts(parts));
         }
-        for head in 0..HEADS {
-            let fold = *folds.add(head);
-            let (keep, take) = (S::splat(fold.keep), S::splat(fold.take));
-            for vector in 0..VECTORS {
-                let out = out.add(head * latent + column + vector * S::LANES);
-                let sum = S::mul(sums[head][vector], take);
-                if count == S::LANES {
-                    S::store(out, S::fma(S::load(out), keep, sum));
-                } else {
-                    S::store_part(out, S::fma(S::load_part(out, count), keep, sum), count);
-                }
-            }
+        for place in (0..ROWS).step_by(D::S::LANES) {
+            let (m, l) = (folds.add(place), folds.add(ROWS + place));
+            let tile_m = D::S::load(tile_m.as_ptr().add(place));
+            let next = D::S::larger(tile_m, D::S::load(m));
+            let keep = exp::<D::S>(D::S::sub(D::S::load(m), next));
+            let take = exp::<D::S>(D::S::sub(tile_m, next));
+            let tile_l = D::S::load(tile_l.as_ptr().add(place));
+            let sum = D::S::add(D::S::mul(D::S::load(l), keep), D::S::mul(tile_l, take));
+            D::S::store(l, sum);
+            D::S::store(m, next);
+            D::S::store(fold.keep.as_mut_ptr().add(place), keep);
+            D::S::store(fold.take.as_mut_ptr().add(place), take);
         }
     }
-}
-
-/// values ← values / l.
-#[inline(always)]
-unsafe fn divide<S: Simd>(values: *mut f32, length: usize, l: f32) {
-    // SAFETY: the caller's duty.
-    let divisor = unsafe { S::splat(l) };
-    for place in (0..length).step_by(S::LANES) {
-        // SAFETY: the caller grants `length` values.
-        unsafe {
-            let values = values.add(place);
-            if place + S::LANES <= length {
-                S::store(values, S::div(S::load(values), divisor));
-            } else {
-                let count = length - place;
-                S::store_part(values, S::div(S::load_part(values, count), divisor), count);
-            }
-        }
-    }
+    fold
 }

@@ -8,8 +8,7 @@ use crate::error::ensure_shape;
 use crate::scratch::with_scratch;
 use crate::team::SOLO_NANOSECONDS;
 use crate::{HeadRows, Isa, KernelError, Matrix, ThreadTeam};
-pub(crate) use tile::{MAX_TILE_ROWS, TILE_COLS, group_tile, pack_rows};
-use tile::{Product, TASK_ROWS, run_task, scratch_length};
+use tile::{Product, TASK_ROWS, TILE_COLS, run_task, scratch_length};
 
 /// Length of the blocks of k that are summed apart.
 pub const K_BLOCK: usize = 512;

@@ -15,7 +15,7 @@ use crate::{DType, Matrix};
 pub(crate) const TILE_COLS: usize = 4;
 
 /// The largest [`Simd::TILE_ROWS`].
-pub(crate) const MAX_TILE_ROWS: usize = 6;
+const MAX_TILE_ROWS: usize = 6;
 
 /// Most rows of x of a task: their packed block of k stays in the second-level cache.
 pub(crate) const TASK_ROWS: usize = 128;
@@ -161,7 +161,7 @@ unsafe fn pack<S: Simd>(product: &Product<'_>, block: usize, to: *mut f32) {
 /// # Safety
 /// `x` has `rows` rows of `length` values at `stride`, `to` room for as many whole steps.
 #[inline(always)]
-pub(crate) unsafe fn pack_rows<S: Simd>(
+unsafe fn pack_rows<S: Simd>(
     x: *const f32,
     stride: usize,
     rows: usize,
@@ -302,7 +302,7 @@ unsafe fn put(y: *mut f32, sums: &[f32; TILE_COLS], count: usize, first: bool) {
 /// # Safety
 /// `x` is packed by [`pack_rows`] with 1 ..= TILE_ROWS rows; columns have `length` values.
 #[inline(always)]
-pub(crate) unsafe fn group_tile<S: Simd, E: Element>(
+unsafe fn group_tile<S: Simd, E: Element>(
     x: *const f32,
     rows: usize,
     columns: [*const E; TILE_COLS],

@@ -120,6 +120,75 @@ unsafe fn tile<T: Step, const R: usize, const CHAINS: usize>(
     }
 }
 
+/// `to[i][j]` = cell i of column j.
+///
+/// # Safety
+/// Every column has `count` cells of four bytes, `to` room for as many lines.
+#[inline(always)]
+unsafe fn transpose(columns: [*const u8; 16], count: usize, to: *mut [u32; 16]) {
+    let whole = count / 16 * 16;
+    // SAFETY: the caller's duty; masked loads do not touch what the mask excludes.
+    unsafe {
+        for start in (0..whole).step_by(16) {
+            let rows = columns.map(|column| _mm512_loadu_si512(column.add(start * 4).cast()));
+            for (line, v) in transposed(rows).into_iter().enumerate() {
+                _mm512_storeu_si512(to.add(start + line).cast(), v);
+            }
+        }
+        if whole < count {
+            let mask = (1u16 << (count - whole)) - 1;
+            let rows =
+                columns.map(|column| _mm512_maskz_loadu_epi32(mask, column.add(whole * 4).cast()));
+            let lines = transposed(rows);
+            for (line, v) in lines.into_iter().enumerate().take(count - whole) {
+                _mm512_storeu_si512(to.add(whole + line).cast(), v);
+            }
+        }
+    }
+}
+
+/// The transpose of sixteen by sixteen cells.
+#[expect(clippy::needless_range_loop, reason = "registers are addressed by row")]
+#[inline(always)]
+unsafe fn transposed(rows: [__m512i; 16]) -> [__m512i; 16] {
+    // SAFETY: the caller has AVX-512.
+    unsafe {
+        // Inside each quarter of 128 bits: four by four.
+        let mut pairs = [_mm512_setzero_si512(); 16];
+        for i in 0..8 {
+            pairs[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
+            pairs[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
+        }
+        let mut fours = [_mm512_setzero_si512(); 16];
+        for i in 0..4 {
+            let [a, b, c, d] = [
+                pairs[4 * i],
+                pairs[4 * i + 1],
+                pairs[4 * i + 2],
+                pairs[4 * i + 3],
+            ];
+            fours[4 * i] = _mm512_unpacklo_epi64(a, c);
+            fours[4 * i + 1] = _mm512_unpackhi_epi64(a, c);
+            fours[4 * i + 2] = _mm512_unpacklo_epi64(b, d);
+            fours[4 * i + 3] = _mm512_unpackhi_epi64(b, d);
+        }
+        // fours[4g + i] holds in quarter q: cell 4q + i of columns 4g .. 4g + 4. Then the quarters: four by four.
+        let mut lines = [_mm512_setzero_si512(); 16];
+        for i in 0..4 {
+            let [a, b, c, d] = [fours[i], fours[4 + i], fours[8 + i], fours[12 + i]];
+            let low = _mm512_shuffle_i32x4::<0x44>(a, b);
+            let high = _mm512_shuffle_i32x4::<0xee>(a, b);
+            let low2 = _mm512_shuffle_i32x4::<0x44>(c, d);
+            let high2 = _mm512_shuffle_i32x4::<0xee>(c, d);
+            lines[i] = _mm512_shuffle_i32x4::<0x88>(low, low2);
+            lines[4 + i] = _mm512_shuffle_i32x4::<0xdd>(low, low2);
+            lines[8 + i] = _mm512_shuffle_i32x4::<0x88>(high, high2);
+            lines[12 + i] = _mm512_shuffle_i32x4::<0xdd>(high, high2);
+        }
+        lines
+    }
+}
+
 macro_rules! dot {
     ($kind:ident, $value:ty, $k:literal) => {
         impl<const BF16: bool> Dot for $kind<BF16> {
@@ -133,6 +202,37 @@ macro_rules! dot {
             unsafe fn cell(values: *const $value) -> u32 {
                 // SAFETY: the caller grants K values, four bytes.
                 unsafe { values.cast::<u32>().read_unaligned() }
+            }
+
+            #[inline(always)]
+            unsafe fn cells(
+                values: *const $value,
+                stride: usize,
+                rows: usize,
+                lines: usize,
+                to: *mut u32,
+            ) {
+                // SAFETY: the caller's duty; values of rows lie in whole cells.
+                unsafe {
+                    if rows == 16 {
+                        let rows = std::array::from_fn(|row| values.add(row * stride).cast());
+                        transpose(rows, lines, to.cast());
+                        return;
+                    }
+                    for row in 0..rows {
+                        let row_values = values.add(row * stride).cast::<u32>();
+                        for line in 0..lines {
+                            let cell = row_values.add(line).read_unaligned();
+                            to.add(line * rows + row).write(cell);
+                        }
+                    }
+                }
+            }
+
+            #[inline(always)]
+            unsafe fn columns(columns: [*const u8; 16], count: usize, to: *mut [u32; 16]) {
+                // SAFETY: the caller's duty.
+                unsafe { transpose(columns, count, to) }
             }
 
             #[inline(always)]

@@ -30,6 +30,38 @@ pub(crate) trait Dot: 'static {
     /// The cell of K values.
     unsafe fn cell(values: *const Self::Value) -> Self::Cell;
 
+    /// Cells of `rows` rows of `stride` values, `lines` in each: cell (line, row) at `to[line * rows + row]`.
+    #[inline(always)]
+    unsafe fn cells(
+        values: *const Self::Value,
+        stride: usize,
+        rows: usize,
+        lines: usize,
+        to: *mut Self::Cell,
+    ) {
+        for row in 0..rows {
+            for line in 0..lines {
+                // SAFETY: the caller's duty.
+                unsafe {
+                    let cell = Self::cell(values.add(row * stride + line * Self::K));
+                    to.add(line * rows + row).write(cell);
+                }
+            }
+        }
+    }
+
+    /// Lines of sixteen columns of `count` cells of four bytes each: the transpose.
+    #[inline(always)]
+    unsafe fn columns(columns: [*const u8; 16], count: usize, to: *mut [u32; 16]) {
+        for line in 0..count {
+            // SAFETY: the caller's duty.
+            unsafe {
+                let cells = columns.map(|column| column.cast::<u32>().add(line).read_unaligned());
+                to.add(line).write(cells);
+            }
+        }
+    }
+
     /// Sums of `R` rows by one panel over `count` lines into `out[row]`, as the bits of i32 or f32. Cell (line, row)
     /// lies at `x[line * R + row]`.
     unsafe fn tile<const R: usize>(

@@ -14,8 +14,10 @@ mod portable;
 mod product;
 mod tile;
 
+pub(crate) use dot::{Dot, Level, panel_kernel};
 pub use pack::quantize_rows;
-pub(crate) use pack::{quantize_row, round_small_bf16};
+pub(crate) use pack::{SMALLEST, Value as RowValue, pack_row, quantize_row, round_small_bf16};
 pub use product::{
     grouped_product, grouped_product_gathered, per_head_product, product, product_accumulators,
 };
+pub(crate) use tile::{any_rows, tile_rows};
