@@ -206,17 +206,18 @@ impl Engine {
             return Err(ApiError::new(ErrorKind::Overloaded, message));
         }
         let block_size = self.scheduler.pool().block_size();
+        let max_len = request.prompt.len() + request.params.max_tokens as usize;
         let mut chain = self.chain(&request);
         let mut keys = Vec::new();
         if let Some(chain) = &mut chain {
-            keys.reserve(request.prompt.len() / block_size);
+            keys.reserve(max_len / block_size);
             keys.extend(std::iter::from_fn(|| {
                 chain.next(&request.prompt, block_size)
             }));
         }
         let new = NewSeq {
             prompt_len: request.prompt.len(),
-            max_len: request.prompt.len() + request.params.max_tokens as usize,
+            max_len,
             remote: request.kv == KvSource::Remote,
             keys,
             scored: request.params.prompt_logprobs.is_some(),

@@ -70,6 +70,7 @@ pub struct NewSeq {
     /// fetch.
     pub remote: bool,
     /// Keys of the prompt's full blocks, to find and to leave them in the cache; none if it is not used.
+    /// Later ones are pushed behind them: with room for those, that allocates nothing.
     pub keys: Vec<BlockKey>,
     /// Logits of every prompt token are wanted, so no prefix is taken from the cache.
     pub scored: bool,
@@ -259,10 +260,6 @@ impl Scheduler {
         let arrival = self.arrivals;
         self.arrivals += 1;
         let most_blocks = self.pool.blocks_for(max_len);
-        let mut keys = new.keys;
-        if !keys.is_empty() {
-            keys.reserve(most_blocks.saturating_sub(keys.len()));
-        }
         let seq = Seq {
             arrival,
             state: State::Waiting,
@@ -276,7 +273,7 @@ impl Scheduler {
             scored: new.scored,
             leader: new.leader.filter(|leader| *leader != id),
             looked: false,
-            keys,
+            keys: new.keys,
             blocks: Vec::with_capacity(most_blocks),
             preemptions: 0,
             last_turn: 0,

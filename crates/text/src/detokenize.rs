@@ -95,7 +95,13 @@ impl IncrementalDetokenizer {
                 None => self.strip_left = 0,
             }
         }
-        out.push_str(&String::from_utf8_lossy(text));
+        // As `String::from_utf8_lossy`, without its own memory.
+        for chunk in text.utf8_chunks() {
+            out.push_str(chunk.valid());
+            if !chunk.invalid().is_empty() {
+                out.push(char::REPLACEMENT_CHARACTER);
+            }
+        }
         self.held.drain(..end);
     }
 }
