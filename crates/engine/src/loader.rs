@@ -207,13 +207,14 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
 
     let kv = kv_shape(&config, options);
     let packing = packing(options, &checkpoint);
-    let weight_bytes = packing
-        .bytes(&specs, &checkpoint)
-        .ok_or_else(|| ModelError::Option {
-            field: "the model",
-            value: "larger than memory can be".to_owned(),
-            allowed: "less than 2^63 bytes".to_owned(),
-        })?;
+    let weight_bytes =
+        packing
+            .bytes(&config, &specs, &checkpoint)
+            .ok_or_else(|| ModelError::Option {
+                field: "the model",
+                value: "larger than memory can be".to_owned(),
+                allowed: "less than 2^63 bytes".to_owned(),
+            })?;
     let workspace_bytes =
         config.workspace_bytes(options.max_num_batched_tokens, options.max_num_seqs);
     let available_bytes = twinfer_sys::available_memory().map_err(|source| ModelError::System {

@@ -289,7 +289,15 @@ pub(crate) fn read_required(path: &Path) -> Result<Vec<u8>, TextError> {
         path: path.to_owned(),
         source,
     };
-    let size = std::fs::metadata(path).map_err(read)?.len();
+    let meta = std::fs::metadata(path).map_err(read)?;
+    // Opening a pipe would wait for a writer.
+    if !meta.is_file() {
+        return Err(TextError::Invalid {
+            path: path.to_owned(),
+            message: "is not a regular file".to_owned(),
+        });
+    }
+    let size = meta.len();
     if size > MAX_FILE_BYTES {
         return Err(TextError::Invalid {
             path: path.to_owned(),

@@ -37,6 +37,10 @@ impl SamplingDefaults {
     /// Errors: the file cannot be read, is not JSON, or has a number that is none or out of range.
     pub fn from_dir(dir: &Path) -> Result<Self, String> {
         let path = dir.join("generation_config.json");
+        // Asked first: opening a pipe would wait for a writer.
+        if std::fs::metadata(&path).is_ok_and(|meta| !meta.is_file()) {
+            return Err(format!("{} is not a regular file", path.display()));
+        }
         let text = match std::fs::read_to_string(&path) {
             Ok(text) => text,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {

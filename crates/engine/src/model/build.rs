@@ -3,7 +3,8 @@ use crate::{ModelError, Progress};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
-use twinfer_config::model::{TensorKind, TensorSpec, TensorSpecs};
+use twinfer_config::ModelConfig;
+use twinfer_config::model::{AttentionConfig, MlaConfig, TensorKind, TensorSpec, TensorSpecs};
 use twinfer_kernels::{
     Activation, Compute, DType, Format, Int8Rows, Matrix, RowScales, Weight, bf16,
 };
@@ -66,10 +67,19 @@ impl Packing {
     }
 
     /// Bytes that the weights of `specs` will take, `None` on overflow. Fused matrices take a little less.
-    pub(crate) fn bytes(self, specs: &TensorSpecs, checkpoint: &Checkpoint) -> Option<u64> {
+    pub(crate) fn bytes(
+        self,
+        config: &ModelConfig,
+        specs: &TensorSpecs,
+        checkpoint: &Checkpoint,
+    ) -> Option<u64> {
+        let mla = match &config.attention {
+            AttentionConfig::Mla(mla) => Some(mla),
+            AttentionConfig::Gqa(_) => None,
+        };
         let mut total = 0u64;
         for spec in &specs.tensors {
-            let bytes = self.tensor_bytes(spec, checkpoint)?;
+            let bytes = self.tensor_bytes(spec, mla, checkpoint)?;
             total = total.checked_add(bytes as u64)?;
             if specs.tied_head && spec.kind == TensorKind::Embedding {
                 let stored = stored_type(spec, checkpoint);
@@ -83,7 +93,20 @@ impl Packing {
         Some(total)
     }
 
-    fn tensor_bytes(self, spec: &TensorSpec, checkpoint: &Checkpoint) -> Option<usize> {
+    /// MLA's kv_b_proj, cut into two small matrices per head.
+    fn expansion_bytes(self, mla: &MlaConfig, stored: DType) -> Option<usize> {
+        let format = Format::of(self.float, stored);
+        let key = Weight::packed_bytes(format, mla.kv_lora_rank, mla.qk_nope_head_dim)?;
+        let value = Weight::packed_bytes(format, mla.v_head_dim, mla.kv_lora_rank)?;
+        key.checked_add(value)?.checked_mul(mla.heads)
+    }
+
+    fn tensor_bytes(
+        self,
+        spec: &TensorSpec,
+        mla: Option<&MlaConfig>,
+        checkpoint: &Checkpoint,
+    ) -> Option<usize> {
         let (rows, cols) = match spec.shape[..] {
             [rows, cols] => (rows, cols),
             _ => return usize::try_from(spec.len()).ok()?.checked_mul(4),
@@ -91,7 +114,8 @@ impl Packing {
         let stored = stored_type(spec, checkpoint);
         let format = match spec.kind {
             TensorKind::Linear if spec.name.ends_with("kv_b_proj.weight") => {
-                Format::Plain(self.dense(checkpoint.scheme(&spec.name), stored))
+                return self
+                    .expansion_bytes(mla?, self.dense(checkpoint.scheme(&spec.name), stored));
             }
             TensorKind::Linear => match checkpoint.scheme(&spec.name) {
                 Scheme::Plain | Scheme::BlockFp8 { .. } => Format::of(self.linear(), stored),
@@ -413,13 +437,24 @@ impl<'a> Builder<'a> {
     /// rows; each piece a matrix of real numbers of its own.
     pub(crate) fn pieces(&self, name: &str, pattern: &[usize]) -> Result<Vec<Matrix>, ModelError> {
         let whole = self.dense(name)?;
+        let mut floats = vec![0.0; whole.rows() * whole.cols()];
+        for (row, floats) in floats.chunks_exact_mut(whole.cols()).enumerate() {
+            whole.dense_row_f32(row, floats)?;
+        }
+        let mut values = floats.into_iter();
         let mut pieces = Vec::new();
         let mut row = 0;
         for rows in pattern.iter().cycle() {
             if row >= whole.rows() {
                 break;
             }
-            pieces.push(whole.row_range(row..row + rows)?);
+            let values = values.by_ref().take(rows * whole.cols());
+            pieces.push(match whole.dtype() {
+                DType::Bf16 => {
+                    Matrix::from_bf16(*rows, whole.cols(), values.map(bf16::from_f32).collect())?
+                }
+                DType::F32 => Matrix::from_f32(*rows, whole.cols(), values.collect())?,
+            });
             row += rows;
         }
         Ok(pieces)

@@ -5,8 +5,10 @@ use crate::weights::{Checkpoint, Scheme, read_text};
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
 use twinfer_config::ModelConfig;
+use twinfer_config::model::{AttentionConfig, TensorKind};
 use twinfer_kernels::{
-    Activation, Compute, Format, Isa, ThreadTeam, product, product_accumulators, quantize_rows,
+    Activation, Compute, Format, Isa, Matrix, ThreadTeam, Weight, bf16, product,
+    product_accumulators, quantize_rows,
 };
 
 fn testdata(path: &str) -> PathBuf {
@@ -134,21 +136,34 @@ fn planned_bytes_cover_the_packed_ones() {
             let mut bytes = 0;
             for spec in config.tensors(false).tensors {
                 bytes += match spec.kind {
-                    twinfer_config::model::TensorKind::Linear
-                        if !spec.name.ends_with("kv_b_proj.weight") =>
-                    {
+                    TensorKind::Linear if !spec.name.ends_with("kv_b_proj.weight") => {
                         builder.linear(&[spec.module()]).unwrap().size_bytes() as u64
                     }
+                    // Cut into heads, see MLA.
+                    TensorKind::Linear => expansion(&config, float),
                     _ if spec.shape.len() == 2 => {
                         builder.dense(&spec.name).unwrap().size_bytes() as u64
                     }
                     _ => 4 * spec.len(),
                 };
             }
-            let planned = packing.bytes(&config.tensors(false), &checkpoint).unwrap();
+            let specs = config.tensors(false);
+            let planned = packing.bytes(&config, &specs, &checkpoint).unwrap();
             assert_eq!(planned, bytes, "{path} {float:?} {quantize}");
         }
     }
+}
+
+/// Bytes of a layer's keys and values per head.
+fn expansion(config: &ModelConfig, float: Compute) -> u64 {
+    let AttentionConfig::Mla(mla) = &config.attention else {
+        panic!("{config:?}");
+    };
+    let zeros = |rows, cols| Matrix::from_bf16(rows, cols, vec![bf16::ZERO; rows * cols]).unwrap();
+    let size = |matrix: Matrix| Weight::pack(float, &[&matrix]).unwrap().size_bytes();
+    let key = size(zeros(mla.kv_lora_rank, mla.qk_nope_head_dim));
+    let value = size(zeros(mla.v_head_dim, mla.kv_lora_rank));
+    (mla.heads * (key + value)) as u64
 }
 
 /// The 256 values of fp8, and blocks with factors.

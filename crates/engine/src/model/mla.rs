@@ -12,8 +12,8 @@ use super::{Builder, KvStep, Tap};
 use crate::{ExecError, ModelError};
 use twinfer_config::model::MlaConfig;
 use twinfer_kernels::{
-    HeadRows, Matrix, MlaParams, MlaSeq, Weight, mla_attention, per_head_linear, product,
-    rope_interleaved,
+    Compute, HeadRows, KernelError, Matrix, MlaParams, MlaSeq, ThreadTeam, Weight, mla_attention,
+    per_head_linear, per_head_product, product, rope_interleaved,
 };
 
 /// The two low-rank norms use this whatever the config's `rms_norm_eps` says.
@@ -29,10 +29,37 @@ pub(crate) struct Mla {
     kv_down: Weight,
     kv_norm: Norm,
     /// Per head, transposed: query without position into latent space `[kv_lora_rank, nope]`.
-    key_up: Vec<Matrix>,
+    key_up: PerHead,
     /// Per head: latent space to the head's output `[v, kv_lora_rank]`.
-    value_up: Vec<Matrix>,
+    value_up: PerHead,
     out: Weight,
+}
+
+/// One small matrix per head.
+#[derive(Debug)]
+enum PerHead {
+    /// Computed in f32.
+    Plain(Vec<Matrix>),
+    Packed(Vec<Weight>),
+}
+
+impl PerHead {
+    fn new(compute: Compute, matrices: Vec<Matrix>) -> Result<Self, KernelError> {
+        if compute == Compute::F32 {
+            return Ok(Self::Plain(matrices));
+        }
+        let packed = matrices
+            .iter()
+            .map(|matrix| Weight::pack(compute, &[matrix]));
+        packed.collect::<Result<_, _>>().map(Self::Packed)
+    }
+
+    fn apply(&self, team: &ThreadTeam, x: HeadRows<'_>, y: &mut [f32]) -> Result<(), KernelError> {
+        match self {
+            Self::Plain(matrices) => per_head_linear(team, x, matrices, y),
+            Self::Packed(weights) => per_head_product(team, x, weights, y),
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -73,14 +100,15 @@ impl Mla {
             key_up.push(key.transposed());
             value_up.push(value);
         }
+        let compute = builder.packing().float;
         Ok(Self {
             config: config.clone(),
             scale,
             query,
             kv_down: builder.linear(&[name("kv_a_proj_with_mqa")])?,
             kv_norm: builder.norm(&name("kv_a_layernorm"), LOW_RANK_EPS)?,
-            key_up,
-            value_up,
+            key_up: PerHead::new(compute, key_up)?,
+            value_up: PerHead::new(compute, value_up)?,
             out: builder.linear(&[name("o_proj")])?,
         })
     }
@@ -146,12 +174,8 @@ impl Mla {
         taps.see_part(Tap::KeyRope, layer, rows_kv, kv_width, latent..kv_width);
 
         let q_latent = sized(&mut scratch.q_latent, rows * heads * latent);
-        per_head_linear(
-            team,
-            HeadRows::part(query, heads, head_width, 0..nope)?,
-            &self.key_up,
-            q_latent,
-        )?;
+        let unplaced = HeadRows::part(query, heads, head_width, 0..nope)?;
+        self.key_up.apply(team, unplaced, q_latent)?;
         let mut units = recycled(std::mem::take(&mut scratch.units));
         kv.units(layer, &mut units)?;
         let mut seqs: Vec<MlaSeq<'_>> = recycled(std::mem::take(&mut scratch.mla_seqs));
@@ -185,12 +209,8 @@ impl Mla {
         scratch.mla_seqs = recycled(seqs);
         scratch.units = recycled(units);
         let outputs = sized(&mut scratch.heads, rows * heads * v_head_dim);
-        per_head_linear(
-            team,
-            HeadRows::dense(attended, heads, latent)?,
-            &self.value_up,
-            outputs,
-        )?;
+        let attended = HeadRows::dense(attended, heads, latent)?;
+        self.value_up.apply(team, attended, outputs)?;
         product(team, outputs, &self.out, out)?;
         Ok(())
     }

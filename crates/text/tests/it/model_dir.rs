@@ -258,3 +258,31 @@ fn the_demo_model_is_ready_for_chats() {
         Err(TemplateError::Refused("unknown role robot".to_owned()))
     );
 }
+
+/// A pipe in place of a file would make the reader wait for ever.
+#[test]
+fn files_that_are_no_regular_files_are_refused_at_once() {
+    for name in [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    ] {
+        let model = model();
+        let path = model.path().join(name);
+        let _ = std::fs::remove_file(&path);
+        let made = std::process::Command::new("mkfifo").arg(&path).status();
+        assert!(made.unwrap().success());
+        let error = match Tokenizer::from_dir(model.path()) {
+            Err(error) => error.to_string(),
+            Ok(tokenizer) => ChatTemplate::from_dir(model.path(), &tokenizer)
+                .err()
+                .unwrap()
+                .to_string(),
+        };
+        assert!(
+            error.contains(name) && error.contains("is not a regular file"),
+            "{error}"
+        );
+    }
+}
