@@ -6,6 +6,7 @@ mod cores;
 mod fake;
 mod flag;
 mod generate;
+pub mod gguf;
 pub mod model;
 mod router;
 mod serve;

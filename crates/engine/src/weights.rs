@@ -12,6 +12,7 @@
 //! and not a SIGBUS.
 
 mod files;
+mod ggml;
 mod scheme;
 mod shard;
 

@@ -1,0 +1,275 @@
+use super::{Gguf, GgufError, MetaValue};
+use serde_json::{Map, Value, json};
+
+/// An architecture as files name it, and its names in Hugging Face checkpoints.
+#[derive(Debug)]
+pub(super) struct Family {
+    /// `general.architecture`.
+    gguf: &'static str,
+    /// Has experts.
+    moe: bool,
+    pub(super) architecture: &'static str,
+    model_type: &'static str,
+    /// Query and key rows lie in pairs.
+    pub(super) pairs: bool,
+    /// Module that holds router and experts.
+    pub(super) moe_block: &'static str,
+    pub(super) router: Option<&'static str>,
+    /// Gate, up and down of an expert.
+    pub(super) experts: Option<[&'static str; 3]>,
+}
+
+const PROJECTIONS: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
+const DENSE: Family = Family {
+    gguf: "",
+    moe: false,
+    architecture: "",
+    model_type: "",
+    pairs: false,
+    moe_block: "mlp",
+    router: None,
+    experts: None,
+};
+
+const FAMILIES: &[Family] = &[
+    Family {
+        gguf: "llama",
+        architecture: "LlamaForCausalLM",
+        model_type: "llama",
+        pairs: true,
+        ..DENSE
+    },
+    Family {
+        gguf: "llama",
+        moe: true,
+        architecture: "MixtralForCausalLM",
+        model_type: "mixtral",
+        pairs: true,
+        moe_block: "block_sparse_moe",
+        router: Some("block_sparse_moe.gate"),
+        experts: Some(["w1", "w3", "w2"]),
+    },
+    Family {
+        gguf: "qwen2",
+        architecture: "Qwen2ForCausalLM",
+        model_type: "qwen2",
+        ..DENSE
+    },
+    Family {
+        gguf: "qwen3",
+        architecture: "Qwen3ForCausalLM",
+        model_type: "qwen3",
+        ..DENSE
+    },
+    Family {
+        gguf: "qwen3moe",
+        moe: true,
+        architecture: "Qwen3MoeForCausalLM",
+        model_type: "qwen3_moe",
+        router: Some("mlp.gate"),
+        experts: Some(PROJECTIONS),
+        ..DENSE
+    },
+];
+
+impl Gguf {
+    pub(super) fn family(&self) -> Result<&'static Family, GgufError> {
+        let name = self.text("general.architecture")?;
+        let moe = self
+            .integer_if(&format!("{name}.expert_count"))?
+            .unwrap_or(0)
+            > 0;
+        FAMILIES
+            .iter()
+            .find(|family| family.gguf == name && family.moe == moe)
+            .ok_or_else(|| {
+                let with = if moe { " with experts" } else { "" };
+                self.bad(format!(
+                    "general.architecture is {name:?}{with}; served from GGUF: llama (also with experts), qwen2, qwen3, qwen3moe"
+                ))
+            })
+    }
+
+    pub(super) fn heads(&self) -> Result<usize, GgufError> {
+        self.size("attention.head_count")
+    }
+
+    pub(super) fn kv_heads(&self) -> Result<usize, GgufError> {
+        let key = self.key("attention.head_count_kv")?;
+        match self.integer_if(&key)? {
+            Some(heads) => Ok(usize::try_from(heads).unwrap_or(usize::MAX)),
+            None => self.heads(),
+        }
+    }
+
+    /// The text of the config.json that this file stands for.
+    ///
+    /// # Errors
+    /// A value is missing, of another type, or asks for something that is not served.
+    pub fn config_json(&self) -> Result<String, GgufError> {
+        let family = self.family()?;
+        let (heads, hidden) = (self.heads()?, self.size("embedding_length")?);
+        let head_dim = match self.integer_if(&self.key("attention.key_length")?)? {
+            Some(width) => width,
+            None => (hidden / heads.max(1)) as u64,
+        };
+        for (tail, allowed) in [
+            ("attention.value_length", head_dim),
+            ("rope.dimension_count", head_dim),
+        ] {
+            let key = self.key(tail)?;
+            if let Some(value) = self.integer_if(&key)?
+                && value != allowed
+            {
+                return Err(self.bad(format!(
+                    "{key} is {value}; allowed: {allowed}, the width of a key head"
+                )));
+            }
+        }
+        let vocab = self.embedding_rows()?;
+        let mut config = Map::new();
+        let mut set = |field: &str, value: Value| {
+            config.insert(field.to_owned(), value);
+        };
+        set("architectures", json!([family.architecture]));
+        set("model_type", json!(family.model_type));
+        set("hidden_act", json!("silu"));
+        set("vocab_size", json!(vocab));
+        set("hidden_size", json!(hidden));
+        set("num_hidden_layers", json!(self.size("block_count")?));
+        set("num_attention_heads", json!(heads));
+        set("num_key_value_heads", json!(self.kv_heads()?));
+        set("head_dim", json!(head_dim));
+        set(
+            "max_position_embeddings",
+            json!(self.size("context_length")?),
+        );
+        let eps = self.key("attention.layer_norm_rms_epsilon")?;
+        set(
+            "rms_norm_eps",
+            json!(
+                self.float_if(&eps)?
+                    .map(shortest)
+                    .ok_or_else(|| self.unexpected(&eps, None, "a number"))?
+            ),
+        );
+        let theta = self.float_if(&self.key("rope.freq_base")?)?;
+        set("rope_theta", json!(theta.map_or(10_000.0, shortest)));
+        if let Some(scaling) = self.rope_scaling()? {
+            set("rope_scaling", scaling);
+        }
+        let tied = !self
+            .tensors
+            .iter()
+            .any(|tensor| tensor.name == "output.weight");
+        set("tie_word_embeddings", json!(tied));
+        if family.moe {
+            set(
+                "num_experts_per_tok",
+                json!(self.size("expert_used_count")?),
+            );
+            let experts = self.size("expert_count")?;
+            if family.model_type == "mixtral" {
+                set("num_local_experts", json!(experts));
+                set(
+                    "intermediate_size",
+                    json!(self.size("feed_forward_length")?),
+                );
+            } else {
+                set("num_experts", json!(experts));
+                let width = self.size("expert_feed_forward_length")?;
+                set("moe_intermediate_size", json!(width));
+                let dense = self.integer_if(&self.key("feed_forward_length")?)?;
+                set("intermediate_size", json!(dense.unwrap_or(width as u64)));
+                set("norm_topk_prob", json!(true));
+                set("decoder_sparse_step", json!(1));
+                set("mlp_only_layers", json!([]));
+            }
+        } else {
+            set(
+                "intermediate_size",
+                json!(self.size("feed_forward_length")?),
+            );
+        }
+        if let Some(id) = self.integer_if("tokenizer.ggml.bos_token_id")? {
+            set("bos_token_id", json!(id));
+        }
+        if let Some(id) = self.integer_if("tokenizer.ggml.eos_token_id")? {
+            set("eos_token_id", json!(id));
+        }
+        Ok(Value::Object(config).to_string())
+    }
+
+    /// The text of the generation_config.json that this file stands for: the ids that end an answer.
+    ///
+    /// # Errors
+    /// An id is no integer.
+    pub fn generation_config_json(&self) -> Result<String, GgufError> {
+        let mut ends: Vec<u64> = Vec::new();
+        for key in ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"] {
+            ends.extend(self.integer_if(key)?.filter(|id| !ends.contains(id)));
+        }
+        let mut config = Map::new();
+        if let Some(id) = self.integer_if("tokenizer.ggml.bos_token_id")? {
+            config.insert("bos_token_id".to_owned(), json!(id));
+        }
+        if !ends.is_empty() {
+            config.insert("eos_token_id".to_owned(), json!(ends));
+        }
+        Ok(Value::Object(config).to_string())
+    }
+
+    fn rope_scaling(&self) -> Result<Option<Value>, GgufError> {
+        let key = self.key("rope.scaling.type")?;
+        let factor = self
+            .float_if(&self.key("rope.scaling.factor")?)?
+            .map(shortest);
+        match self.get(&key) {
+            None => Ok(None),
+            Some(MetaValue::Text(kind)) if kind == "none" => Ok(None),
+            Some(MetaValue::Text(kind)) if kind == "linear" => {
+                Ok(Some(json!({"rope_type": "linear", "factor": factor})))
+            }
+            Some(MetaValue::Text(kind)) if kind == "yarn" => {
+                let original = self.size("rope.scaling.original_context_length")?;
+                Ok(Some(json!({
+                    "rope_type": "yarn",
+                    "factor": factor,
+                    "original_max_position_embeddings": original,
+                })))
+            }
+            found => Err(self.unexpected(&key, found, "none, linear, yarn")),
+        }
+    }
+
+    /// The vocabulary size as the embedding has it; the key is optional.
+    fn embedding_rows(&self) -> Result<usize, GgufError> {
+        self.tensors
+            .iter()
+            .find(|tensor| tensor.name == "token_embd.weight")
+            .and_then(|tensor| tensor.shape.first().copied())
+            .ok_or_else(|| self.bad("lacks the tensor token_embd.weight".to_owned()))
+    }
+
+    /// `{architecture}.{tail}`.
+    fn key(&self, tail: &str) -> Result<String, GgufError> {
+        Ok(format!("{}.{tail}", self.text("general.architecture")?))
+    }
+
+    fn size(&self, tail: &str) -> Result<usize, GgufError> {
+        let key = self.key(tail)?;
+        Ok(usize::try_from(self.integer(&key)?).unwrap_or(usize::MAX))
+    }
+}
+
+/// The shortest decimal that is this f32: 1e-5 was written as f32 and shall not become
+/// 9.999999747378752e-6.
+fn shortest(value: f64) -> f64 {
+    #[expect(clippy::cast_possible_truncation, reason = "files hold f32")]
+    let narrow = value as f32;
+    if f64::from(narrow) == value {
+        format!("{narrow:e}").parse().unwrap_or(value)
+    } else {
+        value
+    }
+}
