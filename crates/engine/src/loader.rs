@@ -4,13 +4,16 @@ use crate::KvGeometry;
 use crate::executor::CpuExecutor;
 use crate::model::{Builder, Decoder, MODEL_REVISION, Packing};
 use crate::weights::{Checkpoint, WeightsError, inside, read_text};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use twinfer_config::gguf::{Gguf, GgufError};
 use twinfer_config::model::{KvBudget, KvShape, MemoryError, ModelConfigError};
 use twinfer_config::{Dtype, ModelConfig};
 use twinfer_kernels::{Compute, Isa, KernelError, ThreadTeam, numerics_class};
 use twinfer_protocol::Fingerprint;
 use twinfer_sys::BlockArena;
+use twinfer_text::ModelTexts;
 use xxhash_rust::xxh3::xxh3_128;
 
 /// Version of what a KV unit holds: `block_size` rows, token-major. With latent attention a row is
@@ -183,7 +186,8 @@ impl Default for LoadOptions<'_> {
 /// See [`ModelError`]; each names the field or file, what was found and what is allowed.
 pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, ModelError> {
     let isa = check_options(options)?;
-    let config = read_config(dir)?;
+    let files = ModelFiles::find(dir)?;
+    let config = files.config(dir)?;
     let max_model_len = options.max_model_len.unwrap_or(config.context);
     if max_model_len < 2 || max_model_len > config.context {
         return Err(ModelError::Option {
@@ -203,7 +207,10 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
         });
     }
     let specs = config.tensors(options.mtp);
-    let checkpoint = Checkpoint::open(dir, &specs, config.quantization.as_ref())?;
+    let checkpoint = match &files {
+        ModelFiles::Directory => Checkpoint::open(dir, &specs, config.quantization.as_ref())?,
+        ModelFiles::Gguf(gguf) => Checkpoint::open_gguf(gguf, &specs)?,
+    };
 
     let kv = kv_shape(&config, options);
     let packing = packing(options, &checkpoint);
@@ -363,22 +370,70 @@ fn check_options(options: &LoadOptions<'_>) -> Result<Isa, ModelError> {
     })
 }
 
-fn read_config(dir: &Path) -> Result<ModelConfig, ModelError> {
-    if !dir.is_dir() {
-        let reason = if dir.exists() {
-            "is not a directory"
+/// The texts of a model beside its weights. `path` is a directory in Hugging Face layout, or a GGUF
+/// file.
+///
+/// # Errors
+/// The path does not exist or is neither; a GGUF file is broken or lacks what a text needs.
+pub fn model_texts(path: &Path) -> Result<ModelTexts, ModelError> {
+    match ModelFiles::find(path)? {
+        ModelFiles::Directory => Ok(ModelTexts::directory(path)),
+        ModelFiles::Gguf(gguf) => {
+            let text = |text: Result<String, GgufError>| text.map_err(gguf_refused);
+            let texts = BTreeMap::from([
+                ("config.json", text(gguf.config_json())?),
+                ("generation_config.json", text(gguf.generation_config_json())?),
+                ("tokenizer.json", text(gguf.tokenizer_json())?),
+                ("tokenizer_config.json", text(gguf.tokenizer_config_json())?),
+            ]);
+            Ok(ModelTexts::given(path, texts))
+        }
+    }
+}
+
+/// What a model path leads to.
+enum ModelFiles {
+    Directory,
+    Gguf(Box<Gguf>),
+}
+
+impl ModelFiles {
+    fn find(path: &Path) -> Result<Self, ModelError> {
+        if path.is_dir() {
+            return Ok(Self::Directory);
+        }
+        if path.extension().is_some_and(|extension| extension == "gguf") {
+            let gguf = Gguf::open(path).map_err(gguf_refused)?;
+            return Ok(Self::Gguf(Box::new(gguf)));
+        }
+        let reason = if path.exists() {
+            "is neither a directory nor a .gguf file"
         } else {
             "does not exist"
         };
-        return Err(WeightsError::Directory {
-            path: dir.to_owned(),
+        Err(WeightsError::Directory {
+            path: path.to_owned(),
             reason: reason.to_owned(),
         }
-        .into());
+        .into())
     }
-    let path = inside(dir, "config.json")?;
-    let text = read_text(&path)?;
-    ModelConfig::parse(&text).map_err(|source| ModelError::Config { path, source })
+
+    /// Text of config.json and where errors say it stands.
+    fn config(&self, path: &Path) -> Result<ModelConfig, ModelError> {
+        let (path, text) = match self {
+            Self::Directory => {
+                let path = inside(path, "config.json")?;
+                let text = read_text(&path)?;
+                (path, text)
+            }
+            Self::Gguf(gguf) => (path.to_owned(), gguf.config_json().map_err(gguf_refused)?),
+        };
+        ModelConfig::parse(&text).map_err(|source| ModelError::Config { path, source })
+    }
+}
+
+fn gguf_refused(error: GgufError) -> ModelError {
+    WeightsError::from(Box::new(error)).into()
 }
 
 /// KV of the layers and, if it is loaded, of the MTP layer behind them.

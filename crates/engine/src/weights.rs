@@ -22,9 +22,10 @@ pub use shard::WeightDtype;
 
 use files::WeightFiles;
 use scheme::telltale;
-use shard::{Place, Shard};
+use shard::{Info, Place, Shard};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
+use twinfer_config::gguf::{Gguf, GgufError};
 use twinfer_config::model::{QuantizationConfig, TensorKind, TensorSpec, TensorSpecs};
 
 /// Names shown in one message; a directory with the wrong model's files has tens of thousands.
@@ -75,6 +76,9 @@ pub enum WeightsError {
         /// What is wrong; sizes in bytes, expected and actual.
         reason: String,
     },
+    /// A GGUF file was refused.
+    #[error(transparent)]
+    Gguf(#[from] Box<GgufError>),
     /// A file changed between the check and the end of loading.
     #[error("{} changed while it was loaded: expected {expected} bytes, found {actual}{}", path.display(),
         if expected == actual { " written at another time" } else { "" })]
@@ -112,7 +116,7 @@ pub struct Checkpoint {
 }
 
 /// Names of a checkpoint's tensors, each with the number of its shard.
-type Found<'a> = HashMap<&'a str, (usize, &'a safetensors::tensor::TensorInfo)>;
+type Found<'a> = HashMap<&'a str, (usize, &'a Info)>;
 
 impl Checkpoint {
     /// Finds and checks the weight files of a directory against the tensors a config asks for.
@@ -131,13 +135,32 @@ impl Checkpoint {
         for path in &files.shards {
             shards.push(Shard::open(path)?);
         }
+        Self::check(shards, &files, format, specs)
+    }
+
+    /// As [`Checkpoint::open`], for a GGUF file.
+    ///
+    /// # Errors
+    /// As there; also a tensor that has no place in a Hugging Face checkpoint.
+    pub fn open_gguf(gguf: &Gguf, specs: &TensorSpecs) -> Result<Self, WeightsError> {
+        let shards = vec![Shard::open_gguf(gguf)?];
+        Self::check(shards, &WeightFiles::default(), Format::of(None, None)?, specs)
+    }
+
+    fn check(
+        shards: Vec<Shard>,
+        files: &WeightFiles,
+        format: Format,
+        specs: &TensorSpecs,
+    ) -> Result<Self, WeightsError> {
         let mut wrong = Vec::new();
         let mut found: Found<'_> = HashMap::new();
         for (number, shard) in shards.iter().enumerate() {
-            for (name, info) in shard.tensors() {
-                if let Some((other, _)) = found.insert(name, (number, info)) {
+            for info in shard.tensors() {
+                if let Some((other, _)) = found.insert(&info.name, (number, info)) {
                     wrong.push(format!(
-                        "{name} stands in both {} and {}",
+                        "{} stands in both {} and {}",
+                        info.name,
                         shards[other].name(),
                         shard.name()
                     ));
@@ -163,7 +186,7 @@ impl Checkpoint {
         for spec in &specs.tensors {
             let stored = found
                 .get(spec.name.as_str())
-                .and_then(|(number, info)| shards[*number].place(*number, info).ok())
+                .and_then(|(number, info)| info.place(*number).ok())
                 .map(|place| place.dtype);
             let scheme = match format.scheme(spec, stored) {
                 Ok(scheme) => scheme,
@@ -182,7 +205,7 @@ impl Checkpoint {
                     }
                     continue;
                 };
-                let place = shards[number].place(number, info);
+                let place = info.place(number);
                 let allowed =
                     || -> Vec<&str> { required.dtypes.iter().map(|dtype| dtype.name()).collect() };
                 match place {
@@ -212,8 +235,8 @@ impl Checkpoint {
         let spare_head = found
             .get("lm_head.weight")
             .filter(|_| specs.tied_head)
-            .and_then(|(number, info)| shards[*number].place(*number, info).ok());
-        let warnings = leftovers(specs, &files, found, &mut wrong);
+            .and_then(|(number, info)| info.place(*number).ok());
+        let warnings = leftovers(specs, files, found, &mut wrong);
         if !missing.is_empty() || !wrong.is_empty() {
             missing.sort();
             wrong.sort();
@@ -280,7 +303,7 @@ impl Checkpoint {
         else {
             return Ok(());
         };
-        shard.read(place.offset, buffer)
+        shard.read(place, buffer)
     }
 
     /// Bytes of a head that the files hold although the embedding is the head, if they do.
@@ -296,7 +319,7 @@ impl Checkpoint {
             return Ok(None);
         };
         let mut bytes = vec![0; place.len];
-        shard.read(place.offset, &mut bytes)?;
+        shard.read(place, &mut bytes)?;
         Ok(Some(bytes))
     }
 

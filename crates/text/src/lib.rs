@@ -4,6 +4,7 @@
 
 mod detokenize;
 mod error;
+mod files;
 mod stop;
 mod template;
 mod token_bytes;
@@ -11,6 +12,7 @@ mod tokenizer;
 
 pub use detokenize::IncrementalDetokenizer;
 pub use error::{TemplateError, TextError};
+pub use files::ModelTexts;
 pub use stop::{StopMatcher, StopStep};
 pub use template::{ChatTemplate, TemplateState};
 pub use tokenizer::Tokenizer;

@@ -1,3 +1,4 @@
+use crate::files::ModelTexts;
 use crate::TextError;
 use crate::template::read_sources;
 use crate::token_bytes::TokenBytes;
@@ -7,8 +8,6 @@ use std::fmt::Write as _;
 use std::path::Path;
 use twinfer_protocol::TokenId;
 
-/// Larger files in a model directory are refused before they are read.
-const MAX_FILE_BYTES: u64 = 256 << 20;
 /// No vocabulary is larger; guards the token table against an absurd id in tokenizer.json.
 const MAX_VOCAB: u32 = 1 << 22;
 
@@ -33,12 +32,20 @@ impl Tokenizer {
     /// A missing or unreadable file, bad JSON, ids that contradict each other, and decoders whose
     /// text cannot be streamed: file, field and value are named.
     pub fn from_dir(dir: &Path) -> Result<Self, TextError> {
-        let path = dir.join("tokenizer.json");
+        Self::of(&ModelTexts::directory(dir))
+    }
+
+    /// Loads from a model's texts, wherever they are from.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::from_dir`].
+    pub fn of(texts: &ModelTexts) -> Result<Self, TextError> {
+        let path = texts.path("tokenizer.json");
         let invalid = |message: String| TextError::Invalid {
             path: path.clone(),
             message,
         };
-        let raw = read_required(&path)?;
+        let raw = texts.required("tokenizer.json")?;
         let mut inner =
             tokenizers::Tokenizer::from_bytes(&raw).map_err(|e| invalid(e.to_string()))?;
         inner
@@ -52,7 +59,7 @@ impl Tokenizer {
         hash.update((raw.len() as u64).to_le_bytes());
         hash.update(&raw);
         drop(raw);
-        for source in read_sources(dir)? {
+        for source in read_sources(texts)? {
             for part in [&source.name, &source.template] {
                 hash.update((part.len() as u64).to_le_bytes());
                 hash.update(part.as_bytes());
@@ -60,9 +67,9 @@ impl Tokenizer {
         }
 
         let table = build_table(&inner, &parsed.decoder).map_err(invalid)?;
-        let settings = read_json(&dir.join("tokenizer_config.json"))?;
-        let generation = read_json(&dir.join("generation_config.json"))?;
-        let config = read_json(&dir.join("config.json"))?;
+        let settings = texts.json("tokenizer_config.json")?;
+        let generation = texts.json("generation_config.json")?;
+        let config = texts.json("config.json")?;
         let rows = config["vocab_size"]
             .as_u64()
             .or_else(|| config["text_config"]["vocab_size"].as_u64());
@@ -84,7 +91,7 @@ impl Tokenizer {
             bos_token,
             eos_token,
         };
-        tokenizer.eos = tokenizer.find_eos(dir, &generation, &config)?;
+        tokenizer.eos = tokenizer.find_eos(texts, &generation, &config)?;
         tokenizer.bos = match &tokenizer.bos_token {
             Some(name) => tokenizer.inner.token_to_id(name),
             None => None,
@@ -216,7 +223,7 @@ impl Tokenizer {
     /// generation_config.json wins over config.json, which wins over tokenizer_config.json.
     fn find_eos(
         &self,
-        dir: &Path,
+        texts: &ModelTexts,
         generation: &Value,
         config: &Value,
     ) -> Result<Vec<TokenId>, TextError> {
@@ -228,7 +235,7 @@ impl Tokenizer {
                 continue;
             }
             let bad = || TextError::Invalid {
-                path: dir.join(file),
+                path: texts.path(file),
                 message: format!(
                     "eos_token_id is {value}; allowed is an id below {} or a list of such",
                     self.id_limit
@@ -282,51 +289,6 @@ fn token_name(value: &Value) -> Option<String> {
         .as_str()
         .or_else(|| value["content"].as_str())
         .map(str::to_owned)
-}
-
-pub(crate) fn read_required(path: &Path) -> Result<Vec<u8>, TextError> {
-    let read = |source| TextError::Read {
-        path: path.to_owned(),
-        source,
-    };
-    let meta = std::fs::metadata(path).map_err(read)?;
-    // Opening a pipe would wait for a writer.
-    if !meta.is_file() {
-        return Err(TextError::Invalid {
-            path: path.to_owned(),
-            message: "is not a regular file".to_owned(),
-        });
-    }
-    let size = meta.len();
-    if size > MAX_FILE_BYTES {
-        return Err(TextError::Invalid {
-            path: path.to_owned(),
-            message: format!("the file has {size} bytes; allowed are {MAX_FILE_BYTES}"),
-        });
-    }
-    std::fs::read(path).map_err(read)
-}
-
-/// None if the file does not exist.
-pub(crate) fn read_optional(path: &Path) -> Result<Option<Vec<u8>>, TextError> {
-    match read_required(path) {
-        Ok(bytes) => Ok(Some(bytes)),
-        Err(TextError::Read { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
-            Ok(None)
-        }
-        Err(error) => Err(error),
-    }
-}
-
-/// Null if the file does not exist.
-pub(crate) fn read_json(path: &Path) -> Result<Value, TextError> {
-    match read_optional(path)? {
-        Some(bytes) => serde_json::from_slice(&bytes).map_err(|e| TextError::Invalid {
-            path: path.to_owned(),
-            message: e.to_string(),
-        }),
-        None => Ok(Value::Null),
-    }
 }
 
 fn hex(bytes: &[u8]) -> String {

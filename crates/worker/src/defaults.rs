@@ -1,7 +1,7 @@
 use serde_json::Value;
-use std::path::Path;
 use twinfer_engine::SamplingParams;
 use twinfer_protocol::openai::SamplingOptions;
+use twinfer_text::ModelTexts;
 
 /// Sampling of requests that do not say otherwise: generation_config.json, else temperature 1 and
 /// nothing cut (as vLLM).
@@ -32,25 +32,14 @@ impl Default for SamplingDefaults {
 }
 
 impl SamplingDefaults {
-    /// Those of a model directory; the file may be absent.
+    /// Those of a model; it may have none.
     ///
-    /// Errors: the file cannot be read, is not JSON, or has a number that is none or out of range.
-    pub fn from_dir(dir: &Path) -> Result<Self, String> {
-        let path = dir.join("generation_config.json");
-        // Asked first: opening a pipe would wait for a writer.
-        if std::fs::metadata(&path).is_ok_and(|meta| !meta.is_file()) {
-            return Err(format!("{} is not a regular file", path.display()));
-        }
-        let text = match std::fs::read_to_string(&path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                return Ok(Self::default());
-            }
-            Err(error) => return Err(format!("{}: {error}", path.display())),
-        };
-        let config: Value =
-            serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))?;
-        Self::from_json(&config).map_err(|e| format!("{}: {e}", path.display()))
+    /// Errors: generation_config.json cannot be read, is not JSON, or has a number that is none or out
+    /// of range.
+    pub fn of(texts: &ModelTexts) -> Result<Self, String> {
+        const NAME: &str = "generation_config.json";
+        let config = texts.json(NAME).map_err(|error| error.to_string())?;
+        Self::from_json(&config).map_err(|error| format!("{}: {error}", texts.path(NAME).display()))
     }
 
     fn from_json(config: &Value) -> Result<Self, String> {

@@ -3,13 +3,13 @@
 use crate::{LoadProgress, Model, SamplingDefaults, ServeError};
 use std::sync::Arc;
 use twinfer_config::{Quantization, ServeConfig};
-use twinfer_engine::{KvMemory, LoadOptions, ModelError};
+use twinfer_engine::{KvMemory, LoadOptions, ModelError, model_texts};
 use twinfer_text::{ChatTemplate, TemplateState, Tokenizer};
 
 /// Part of the available memory that KV gets unless `kv-cache-memory` says how much.
 const KV_SHARE: f64 = 0.25;
 
-/// Reads a model directory as `config` says. Everything that can be checked is checked before the
+/// Reads a model directory or GGUF file as `config` says. Everything that can be checked is checked before the
 /// weights are read.
 ///
 /// # Errors
@@ -24,9 +24,10 @@ pub fn load_model(
     let refused = |e: ModelError| ServeError::Model(e.to_string());
     let checked = twinfer_engine::check(&config.model, &options).map_err(refused)?;
     let text = |e: twinfer_text::TextError| ServeError::Model(e.to_string());
-    let tokenizer = Tokenizer::from_dir(&config.model).map_err(text)?;
-    let template = ChatTemplate::from_dir(&config.model, &tokenizer).map_err(text)?;
-    let defaults = SamplingDefaults::from_dir(&config.model).map_err(ServeError::Model)?;
+    let texts = model_texts(&config.model).map_err(refused)?;
+    let tokenizer = Tokenizer::of(&texts).map_err(text)?;
+    let template = ChatTemplate::of(&texts, &tokenizer).map_err(text)?;
+    let defaults = SamplingDefaults::of(&texts).map_err(ServeError::Model)?;
     match template.state() {
         TemplateState::Ready => {}
         TemplateState::Missing => {

@@ -13,6 +13,7 @@ const MODEL_SLIM: &str = "quant_model_weight";
 const DESCRIPTION: &str = "quant_model_description";
 
 /// The weight files of a directory.
+#[derive(Default)]
 pub(super) struct WeightFiles {
     /// Files to open, without doubles, in order of name.
     pub(super) shards: Vec<PathBuf>,

@@ -1,11 +1,12 @@
-use super::WeightsError;
+use super::{WeightsError, ggml};
 use safetensors::Dtype;
-use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::tensor::Metadata;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
+use twinfer_config::gguf::{Gguf, GgufType};
 
 /// The format's own limit on its header.
 const MAX_HEADER: u64 = 100_000_000;
@@ -35,13 +36,40 @@ pub enum WeightDtype {
 #[derive(Clone, Debug)]
 pub(super) struct Place {
     pub(super) shard: usize,
+    /// Type of the values as they are read.
     pub(super) dtype: WeightDtype,
     pub(super) shape: Vec<usize>,
-    pub(super) offset: u64,
+    /// Bytes of the values as they are read.
     pub(super) len: usize,
+    source: Source,
 }
 
-/// One open safetensors file whose header was checked against its size.
+/// A tensor as a file's header describes it.
+#[derive(Debug)]
+pub(super) struct Info {
+    pub(super) name: String,
+    pub(super) shape: Vec<usize>,
+    /// Its name in the format if it is none of [`WeightDtype`].
+    dtype: Result<WeightDtype, String>,
+    source: Source,
+}
+
+/// Bytes of the file, and what makes values of them.
+#[derive(Clone, Copy, Debug)]
+struct Source {
+    offset: u64,
+    len: usize,
+    ggml: Option<Ggml>,
+}
+
+/// A tensor of a GGUF file: blocks to decode, rows to bring in order.
+#[derive(Clone, Copy, Debug)]
+struct Ggml {
+    kind: GgufType,
+    paired_heads: Option<usize>,
+}
+
+/// One open weight file whose header was checked against its size.
 #[derive(Debug)]
 pub(super) struct Shard {
     path: PathBuf,
@@ -49,9 +77,7 @@ pub(super) struct Shard {
     file: File,
     size: u64,
     modified: Option<SystemTime>,
-    data_start: u64,
-    header: Metadata,
-    names: Vec<String>,
+    tensors: Vec<Info>,
 }
 
 impl WeightDtype {
@@ -156,47 +182,111 @@ impl Shard {
                 "{how}: expected {expected} bytes, found {size}"
             )));
         }
-        let names = header.offset_keys();
+        let tensors = header
+            .offset_keys()
+            .into_iter()
+            .filter_map(|name| {
+                let info = header.info(&name)?;
+                let (begin, end) = info.data_offsets;
+                Some(Info {
+                    shape: info.shape.clone(),
+                    dtype: WeightDtype::of(info.dtype).ok_or_else(|| format!("{:?}", info.dtype)),
+                    source: Source {
+                        offset: data_start + begin as u64,
+                        len: end - begin,
+                        ggml: None,
+                    },
+                    name,
+                })
+            })
+            .collect();
+        Ok(Self::new(path, file, size, meta.modified().ok(), tensors))
+    }
+
+    /// The tensors of a GGUF file under their names in a Hugging Face checkpoint.
+    pub(super) fn open_gguf(gguf: &Gguf) -> Result<Self, WeightsError> {
+        let path = gguf.path();
+        let io = |source| WeightsError::Io {
+            path: path.to_owned(),
+            source,
+        };
+        let parts = gguf.parts().map_err(|error| WeightsError::Gguf(Box::new(error)))?;
+        let file = File::open(path).map_err(io)?;
+        let meta = file.metadata().map_err(io)?;
+        let tensors = parts
+            .into_iter()
+            .map(|part| Info {
+                name: part.name,
+                shape: part.shape,
+                // Everything but bf16 is decoded to f32, which holds all values of the other types.
+                dtype: Ok(match part.kind {
+                    GgufType::Bf16 => WeightDtype::Bf16,
+                    _ => WeightDtype::F32,
+                }),
+                source: Source {
+                    offset: part.offset,
+                    len: usize::try_from(part.bytes).unwrap_or(usize::MAX),
+                    ggml: Some(Ggml {
+                        kind: part.kind,
+                        paired_heads: part.paired_heads,
+                    }),
+                },
+            })
+            .collect();
+        Ok(Self::new(path, file, meta.len(), meta.modified().ok(), tensors))
+    }
+
+    fn new(
+        path: &Path,
+        file: File,
+        size: u64,
+        modified: Option<SystemTime>,
+        tensors: Vec<Info>,
+    ) -> Self {
         let name = path
             .file_name()
             .map(|name| name.to_string_lossy().into_owned())
             .unwrap_or_default();
-        Ok(Self {
+        Self {
             path: path.to_owned(),
             name,
             file,
             size,
-            modified: meta.modified().ok(),
-            data_start,
-            header,
-            names,
-        })
+            modified,
+            tensors,
+        }
     }
 
     pub(super) fn name(&self) -> &str {
         &self.name
     }
 
-    pub(super) fn tensors(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
-        self.names
-            .iter()
-            .filter_map(|name| self.header.info(name).map(|info| (name.as_str(), info)))
+    pub(super) fn tensors(&self) -> &[Info] {
+        &self.tensors
     }
 
-    /// Where a tensor of this shard lies; its type if that is none of [`WeightDtype`].
-    pub(super) fn place(&self, shard: usize, info: &TensorInfo) -> Result<Place, String> {
-        let dtype = WeightDtype::of(info.dtype).ok_or_else(|| format!("{:?}", info.dtype))?;
-        let (begin, end) = info.data_offsets;
-        Ok(Place {
-            shard,
-            dtype,
-            shape: info.shape.clone(),
-            offset: self.data_start + begin as u64,
-            len: end - begin,
-        })
+    /// Reads a tensor's values into `buffer` of just its size.
+    pub(super) fn read(&self, place: &Place, buffer: &mut [u8]) -> Result<(), WeightsError> {
+        let Source { offset, len, ggml } = place.source;
+        let Some(ggml) = ggml else {
+            return self.read_bytes(offset, buffer);
+        };
+        let width = place.shape.last().copied().unwrap_or(1);
+        let mut stored = vec![0; len];
+        self.read_bytes(offset, &mut stored)?;
+        if place.dtype == WeightDtype::Bf16 {
+            let values: &[[u8; 2]] = bytemuck::cast_slice(&stored);
+            ggml.in_order(values, width, buffer);
+            return Ok(());
+        }
+        let mut values = vec![0f32; buffer.len() / size_of::<f32>()];
+        ggml::decode(ggml.kind, &stored, &mut values);
+        drop(stored);
+        ggml.in_order(&values, width, buffer);
+        Ok(())
     }
 
-    pub(super) fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<(), WeightsError> {
+    fn read_bytes(&self, offset: u64, buffer: &mut [u8]) -> Result<(), WeightsError> {
         match self.file.read_exact_at(buffer, offset) {
             Ok(()) => Ok(()),
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
@@ -226,6 +316,35 @@ impl Shard {
             });
         }
         Ok(())
+    }
+}
+
+impl Info {
+    /// Where the tensor lies, if it is in shard number `shard`; its type's name if that is none of
+    /// [`WeightDtype`].
+    pub(super) fn place(&self, shard: usize) -> Result<Place, String> {
+        let dtype = self.dtype.clone()?;
+        let values: usize = self.shape.iter().product();
+        Ok(Place {
+            shard,
+            dtype,
+            shape: self.shape.clone(),
+            len: values * dtype.bytes(),
+            source: self.source,
+        })
+    }
+}
+
+impl Ggml {
+    fn in_order<T: bytemuck::Pod>(self, values: &[T], width: usize, buffer: &mut [u8]) {
+        let copy = |values: &[T], buffer: &mut [u8]| {
+            let bytes: &[u8] = bytemuck::cast_slice(values);
+            buffer.copy_from_slice(bytes);
+        };
+        match self.paired_heads {
+            None => copy(values, buffer),
+            Some(heads) => copy(&ggml::halves_from_pairs(values, heads, width), buffer),
+        }
     }
 }
 

@@ -76,7 +76,15 @@ impl ChatTemplate {
     /// # Errors
     /// Only if a file exists and cannot be read.
     pub fn from_dir(dir: &Path, tokenizer: &Tokenizer) -> Result<Self, TextError> {
-        let sources = read_sources(dir)?;
+        Self::of(&ModelTexts::directory(dir), tokenizer)
+    }
+
+    /// As [`ChatTemplate::from_dir`], from a model's texts wherever they are from.
+    ///
+    /// # Errors
+    /// Only if a file exists and cannot be read.
+    pub fn of(texts: &ModelTexts, tokenizer: &Tokenizer) -> Result<Self, TextError> {
+        let sources = read_sources(texts)?;
         Ok(Self::new(
             sources,
             tokenizer.bos_token().unwrap_or_default(),

@@ -1,7 +1,6 @@
 use crate::TextError;
-use crate::tokenizer::{read_json, read_optional};
+use crate::files::ModelTexts;
 use serde_json::Value as Json;
-use std::path::Path;
 
 /// One template of a model.
 #[derive(Clone, Debug)]
@@ -28,8 +27,8 @@ impl IntoIterator for Sources {
 }
 
 /// `chat_template.jinja` wins over tokenizer_config.json.
-pub(crate) fn read_sources(dir: &Path) -> Result<Sources, TextError> {
-    if let Some(bytes) = read_optional(&dir.join("chat_template.jinja"))? {
+pub(crate) fn read_sources(texts: &ModelTexts) -> Result<Sources, TextError> {
+    if let Some(bytes) = texts.read("chat_template.jinja")? {
         return Ok(match String::from_utf8(bytes) {
             Ok(template) => Sources {
                 list: vec![Source {
@@ -44,7 +43,7 @@ pub(crate) fn read_sources(dir: &Path) -> Result<Sources, TextError> {
             )),
         });
     }
-    let config = read_json(&dir.join("tokenizer_config.json"))?;
+    let config = texts.json("tokenizer_config.json")?;
     Ok(from_field(&config["chat_template"]))
 }
 

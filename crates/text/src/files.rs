@@ -1,0 +1,103 @@
+use crate::TextError;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// Larger files in a model directory are refused before they are read.
+const MAX_FILE_BYTES: u64 = 256 << 20;
+
+/// The texts of a model beside its weights, by file name: `config.json`, `tokenizer.json`, ...
+#[derive(Clone, Debug)]
+pub struct ModelTexts {
+    path: PathBuf,
+    /// None: `path` is a directory that holds them as files.
+    given: Option<BTreeMap<&'static str, String>>,
+}
+
+impl ModelTexts {
+    /// The files of a directory in Hugging Face layout.
+    pub fn directory(dir: &Path) -> Self {
+        Self {
+            path: dir.to_owned(),
+            given: None,
+        }
+    }
+
+    /// Texts taken out of one file, `path`.
+    pub fn given(path: &Path, texts: BTreeMap<&'static str, String>) -> Self {
+        Self {
+            path: path.to_owned(),
+            given: Some(texts),
+        }
+    }
+
+    /// What errors call a text.
+    pub fn path(&self, name: &str) -> PathBuf {
+        match self.given {
+            None => self.path.join(name),
+            Some(_) => self.path.clone(),
+        }
+    }
+
+    /// A text; none if the model does not have it.
+    ///
+    /// # Errors
+    /// The file cannot be read, is no regular file, or is absurdly large.
+    pub fn read(&self, name: &str) -> Result<Option<Vec<u8>>, TextError> {
+        let path = match &self.given {
+            Some(texts) => return Ok(texts.get(name).map(|text| text.clone().into_bytes())),
+            None => self.path.join(name),
+        };
+        let failed = |source| TextError::Read {
+            path: path.clone(),
+            source,
+        };
+        let meta = match std::fs::metadata(&path) {
+            Ok(meta) => meta,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(failed(error)),
+        };
+        let refused = |message: String| {
+            Err(TextError::Invalid {
+                path: path.clone(),
+                message,
+            })
+        };
+        // A FIFO would block in open().
+        if !meta.is_file() {
+            return refused("is not a regular file".to_owned());
+        }
+        if meta.len() > MAX_FILE_BYTES {
+            let size = meta.len();
+            return refused(format!(
+                "the file has {size} bytes; allowed are {MAX_FILE_BYTES}"
+            ));
+        }
+        std::fs::read(&path).map(Some).map_err(failed)
+    }
+
+    /// A text that must be there.
+    ///
+    /// # Errors
+    /// As [`ModelTexts::read`], and when it is missing.
+    pub fn required(&self, name: &str) -> Result<Vec<u8>, TextError> {
+        self.read(name)?.ok_or_else(|| TextError::Read {
+            path: self.path(name),
+            source: std::io::ErrorKind::NotFound.into(),
+        })
+    }
+
+    /// A text as JSON; null if the model does not have it.
+    ///
+    /// # Errors
+    /// As [`ModelTexts::read`], and when it is not JSON.
+    pub fn json(&self, name: &str) -> Result<Value, TextError> {
+        match self.read(name)? {
+            Some(bytes) => serde_json::from_slice(&bytes).map_err(|error| TextError::Invalid {
+                path: self.path(name),
+                message: error.to_string(),
+            }),
+            None => Ok(Value::Null),
+        }
+    }
+}
