@@ -382,7 +382,10 @@ pub fn model_texts(path: &Path) -> Result<ModelTexts, ModelError> {
             let text = |text: Result<String, GgufError>| text.map_err(gguf_refused);
             let texts = BTreeMap::from([
                 ("config.json", text(gguf.config_json())?),
-                ("generation_config.json", text(gguf.generation_config_json())?),
+                (
+                    "generation_config.json",
+                    text(gguf.generation_config_json())?,
+                ),
                 ("tokenizer.json", text(gguf.tokenizer_json())?),
                 ("tokenizer_config.json", text(gguf.tokenizer_config_json())?),
             ]);
@@ -402,7 +405,10 @@ impl ModelFiles {
         if path.is_dir() {
             return Ok(Self::Directory);
         }
-        if path.extension().is_some_and(|extension| extension == "gguf") {
+        if path
+            .extension()
+            .is_some_and(|extension| extension == "gguf")
+        {
             let gguf = Gguf::open(path).map_err(gguf_refused)?;
             return Ok(Self::Gguf(Box::new(gguf)));
         }

@@ -144,7 +144,12 @@ impl Checkpoint {
     /// As there; also a tensor that has no place in a Hugging Face checkpoint.
     pub fn open_gguf(gguf: &Gguf, specs: &TensorSpecs) -> Result<Self, WeightsError> {
         let shards = vec![Shard::open_gguf(gguf)?];
-        Self::check(shards, &WeightFiles::default(), Format::of(None, None)?, specs)
+        Self::check(
+            shards,
+            &WeightFiles::default(),
+            Format::of(None, None)?,
+            specs,
+        )
     }
 
     fn check(

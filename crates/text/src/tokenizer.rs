@@ -1,5 +1,5 @@
-use crate::files::ModelTexts;
 use crate::TextError;
+use crate::files::ModelTexts;
 use crate::template::read_sources;
 use crate::token_bytes::TokenBytes;
 use serde_json::Value;

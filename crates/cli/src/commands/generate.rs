@@ -13,9 +13,8 @@ use twinfer_config::model::parse_bytes;
 use twinfer_config::{GenerateConfig, LineFormat, Quantization};
 use twinfer_deploy::CoreSet;
 use twinfer_engine::{
-    model_texts,
     Engine, EngineConfig, FinishReason, GenerateError, Generated, KvMemory, LoadOptions, Request,
-    generate, load,
+    generate, load, model_texts,
 };
 use twinfer_text::{ChatTemplate, Tokenizer};
 
@@ -36,10 +35,8 @@ pub(crate) fn run(config: &GenerateConfig) -> Outcome {
     let lines = prompts::read(&config.prompts, input)?;
     let bad_model = |error: &dyn std::fmt::Display| Failure::new(Code::Config, error);
     let texts = model_texts(&config.model).map_err(|error| bad_model(&error))?;
-    let tokenizer =
-        Arc::new(Tokenizer::of(&texts).map_err(|error| bad_model(&error))?);
-    let template =
-        ChatTemplate::of(&texts, &tokenizer).map_err(|error| bad_model(&error))?;
+    let tokenizer = Arc::new(Tokenizer::of(&texts).map_err(|error| bad_model(&error))?);
+    let template = ChatTemplate::of(&texts, &tokenizer).map_err(|error| bad_model(&error))?;
     let mut engine = engine(config, &tokenizer)?;
     let source = Source {
         config,

@@ -1,5 +1,8 @@
-use super::{Gguf, GgufError, MetaValue};
+use super::tensors::ROPE_DIVISORS;
+use super::{Gguf, GgufError, GgufType, MetaValue};
 use serde_json::{Map, Value, json};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 
 /// An architecture as files name it, and its names in Hugging Face checkpoints.
 #[derive(Debug)]
@@ -225,8 +228,8 @@ impl Gguf {
             .float_if(&self.key("rope.scaling.factor")?)?
             .map(shortest);
         match self.get(&key) {
-            None => Ok(None),
-            Some(MetaValue::Text(kind)) if kind == "none" => Ok(None),
+            None => self.llama3_scaling(),
+            Some(MetaValue::Text(kind)) if kind == "none" => self.llama3_scaling(),
             Some(MetaValue::Text(kind)) if kind == "linear" => {
                 Ok(Some(json!({"rope_type": "linear", "factor": factor})))
             }
@@ -240,6 +243,78 @@ impl Gguf {
             }
             found => Err(self.unexpected(&key, found, "none, linear, yarn")),
         }
+    }
+
+    /// Files of Llama 3.1 and later hold no parameters of their scaling, but what each frequency is
+    /// divided by. The parameters follow from these, given the two bounds that all published models
+    /// share, and are checked against every divisor.
+    fn llama3_scaling(&self) -> Result<Option<Value>, GgufError> {
+        const LOW: f64 = 1.0;
+        const HIGH: f64 = 4.0;
+        let Some(divisors) = self.small_tensor(ROPE_DIVISORS)? else {
+            return Ok(None);
+        };
+        let theta = self
+            .float_if(&self.key("rope.freq_base")?)?
+            .map_or(10_000.0, shortest);
+        let factor = divisors.iter().copied().fold(1.0, f64::max);
+        let turns = |place: usize| {
+            theta.powf(-(place as f64) / divisors.len() as f64) / (2.0 * std::f64::consts::PI)
+        };
+        let share = |divisor: f64| (1.0 / divisor - 1.0 / factor) / (1.0 - 1.0 / factor);
+        let between = |divisor: &f64| *divisor > 1.0 + 1e-4 && *divisor < factor * (1.0 - 1e-4);
+        let original = match divisors.iter().position(between) {
+            Some(place) => (LOW + share(divisors[place]) * (HIGH - LOW)) / turns(place),
+            // Frequencies that stay end where the first slow one begins.
+            None => match divisors.iter().position(|divisor| *divisor > 1.0 + 1e-4) {
+                Some(place) => LOW / turns(place),
+                None => return Ok(None),
+            },
+        }
+        .round();
+        let expected = |place: usize| {
+            let rotations = original * turns(place);
+            let part = ((rotations - LOW) / (HIGH - LOW)).clamp(0.0, 1.0);
+            1.0 / ((1.0 - part) / factor + part)
+        };
+        let fits = |(place, divisor): (usize, &f64)| (expected(place) / divisor - 1.0).abs() < 1e-3;
+        if !divisors.iter().enumerate().all(fits) {
+            return Err(self.bad(format!(
+                "{ROPE_DIVISORS} divides the rotary frequencies in a way that is not that of Llama 3"
+            )));
+        }
+        Ok(Some(json!({
+            "rope_type": "llama3",
+            "factor": factor,
+            "low_freq_factor": LOW,
+            "high_freq_factor": HIGH,
+            "original_max_position_embeddings": original as u64,
+        })))
+    }
+
+    /// The values of a small f32 tensor.
+    fn small_tensor(&self, name: &str) -> Result<Option<Vec<f64>>, GgufError> {
+        let Some(tensor) = self.tensors.iter().find(|tensor| tensor.name == name) else {
+            return Ok(None);
+        };
+        if tensor.kind != GgufType::F32 || tensor.bytes > 1 << 16 {
+            return Err(self.bad(format!(
+                "{name} is {} with shape {:?}; allowed: F32, up to 16384 values",
+                tensor.kind.name(),
+                tensor.shape
+            )));
+        }
+        let mut bytes = vec![0; usize::try_from(tensor.bytes).unwrap_or(0)];
+        File::open(&self.path)
+            .and_then(|file| file.read_exact_at(&mut bytes, tensor.offset))
+            .map_err(|source| GgufError::Io {
+                path: self.path.clone(),
+                source,
+            })?;
+        let values = bytes
+            .chunks_exact(4)
+            .map(|b| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+        Ok(Some(values.collect()))
     }
 
     /// The vocabulary size as the embedding has it; the key is optional.

@@ -145,9 +145,14 @@ impl<R: Read> Reader<R> {
 
     fn text(&mut self, what: &str) -> Result<String, ReadError> {
         let length = self.u64()?;
-        if length > MAX_TEXT || length > self.size - self.at {
+        if length > MAX_TEXT {
             return Err(ReadError::Bad(format!(
-                "has {what} of {length} bytes; {} bytes are left of the file, {MAX_TEXT} are allowed",
+                "has {what} of {length} bytes; allowed: up to {MAX_TEXT}"
+            )));
+        }
+        if length > self.size - self.at {
+            return Err(ReadError::Bad(format!(
+                "is truncated in its header: {what} needs {length} bytes, {} are left",
                 self.size - self.at
             )));
         }

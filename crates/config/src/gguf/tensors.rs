@@ -113,6 +113,9 @@ impl GgufType {
     }
 }
 
+/// Divisors of the rotary frequencies; part of the config, not of the checkpoint.
+pub(super) const ROPE_DIVISORS: &str = "rope_freqs.weight";
+
 /// What stands for one tensor of a layer in the file and in a Hugging Face checkpoint.
 const LAYER_NAMES: &[(&str, &str)] = &[
     ("attn_norm.weight", "input_layernorm.weight"),
@@ -150,6 +153,7 @@ impl Gguf {
                 paired_heads: None,
             };
             match tensor.name.as_str() {
+                ROPE_DIVISORS => {}
                 "token_embd.weight" => parts.push(whole("model.embed_tokens.weight".to_owned())),
                 "output_norm.weight" => parts.push(whole("model.norm.weight".to_owned())),
                 "output.weight" => parts.push(whole("lm_head.weight".to_owned())),

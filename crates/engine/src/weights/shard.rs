@@ -210,7 +210,9 @@ impl Shard {
             path: path.to_owned(),
             source,
         };
-        let parts = gguf.parts().map_err(|error| WeightsError::Gguf(Box::new(error)))?;
+        let parts = gguf
+            .parts()
+            .map_err(|error| WeightsError::Gguf(Box::new(error)))?;
         let file = File::open(path).map_err(io)?;
         let meta = file.metadata().map_err(io)?;
         let tensors = parts
@@ -233,7 +235,13 @@ impl Shard {
                 },
             })
             .collect();
-        Ok(Self::new(path, file, meta.len(), meta.modified().ok(), tensors))
+        Ok(Self::new(
+            path,
+            file,
+            meta.len(),
+            meta.modified().ok(),
+            tensors,
+        ))
     }
 
     fn new(

@@ -5,6 +5,7 @@ mod executor;
 #[cfg(test)]
 mod fixture;
 #[cfg(test)]
+mod gguf;
 mod golden;
 #[cfg(test)]
 mod loading;

@@ -4,6 +4,7 @@ mod messages;
 mod python;
 mod source;
 
+use crate::files::ModelTexts;
 use crate::{TemplateError, TextError, Tokenizer};
 use messages::{Size, normalise};
 use minijinja::syntax::SyntaxConfig;
