@@ -51,7 +51,9 @@ fn check_kv_memory(config: &ServeConfig) -> Result<(), FlagError> {
     let path = config.model.join("config.json");
     // A pipe would make this wait; what is wrong with the file is told when the model is checked.
     let regular = std::fs::metadata(&path).is_ok_and(|meta| meta.is_file());
-    let model = regular.then(|| std::fs::read_to_string(&path).ok()).flatten();
+    let model = regular
+        .then(|| std::fs::read_to_string(&path).ok())
+        .flatten();
     let model = model.and_then(|text| ModelConfig::parse(&text).ok());
     let (least, why) = match model {
         Some(model) => {
