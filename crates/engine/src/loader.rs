@@ -12,7 +12,7 @@ use twinfer_config::model::{KvBudget, KvShape, MemoryError, ModelConfigError};
 use twinfer_config::{Dtype, ModelConfig};
 use twinfer_kernels::{Compute, Isa, KernelError, ThreadTeam, numerics_class};
 use twinfer_protocol::Fingerprint;
-use twinfer_sys::BlockArena;
+use twinfer_sys::{BlockArena, Pieces};
 use twinfer_text::ModelTexts;
 use xxhash_rust::xxh3::xxh3_128;
 
@@ -280,11 +280,11 @@ impl CheckedModel {
     /// A file fails or changes while it is read; memory, threads or cores cannot be had.
     pub fn load(self, options: &LoadOptions<'_>) -> Result<LoadedModel, ModelError> {
         let system = |what| move |source| ModelError::System { what, source };
-        let builder = Builder::new(
-            &self.checkpoint,
-            packing(options, &self.checkpoint),
-            options.progress,
-        );
+        // Pieces begin on lines of the cache.
+        let room = (self.weight_bytes as usize).saturating_add(64 * self.checkpoint.tensors());
+        let memory = Pieces::private(room).map_err(system("reserve memory for weights"))?;
+        let packing = packing(options, &self.checkpoint);
+        let builder = Builder::new(&self.checkpoint, packing, memory, options.progress);
         let model = Decoder::build(&self.config, &builder, options.threads, options.mtp)?;
         let mut warnings = self.warnings;
         warnings.extend(builder.spare_head_warning()?);

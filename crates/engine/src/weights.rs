@@ -269,6 +269,11 @@ impl Checkpoint {
         self.places.values().map(|place| place.len as u64).sum()
     }
 
+    /// Tensors that will be read.
+    pub fn tensors(&self) -> usize {
+        self.places.len()
+    }
+
     /// Type of a tensor, if the files have it.
     pub fn dtype(&self, name: &str) -> Option<WeightDtype> {
         self.places.get(name).map(|place| place.dtype)

@@ -58,6 +58,12 @@ impl WeightBytes for twinfer_sys::LargePages {
     }
 }
 
+impl WeightBytes for twinfer_sys::Piece {
+    fn bytes(&self) -> &[u8] {
+        self.as_slice()
+    }
+}
+
 impl WeightBytes for Vec<u8> {
     fn bytes(&self) -> &[u8] {
         self

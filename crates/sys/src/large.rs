@@ -4,6 +4,8 @@ use std::ffi::CStr;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
@@ -177,6 +179,75 @@ fn reserve(length: usize) -> io::Result<(NonNull<u8>, usize)> {
     }
 }
 
+/// Memory in large pages that is given out piece by piece, from any thread, each piece once.
+#[derive(Debug)]
+pub struct Pieces {
+    pages: Arc<LargePages>,
+    next: AtomicUsize,
+}
+
+/// A part of [`Pieces`], aligned to 64 bytes. The memory lives as long as any of its pieces.
+#[derive(Debug)]
+pub struct Piece {
+    pages: Arc<LargePages>,
+    offset: usize,
+    length: usize,
+}
+
+/// Alignment of pieces: a line of the cache.
+const PIECE_ALIGN: usize = 64;
+
+impl Pieces {
+    /// `length` zeroed bytes of this process alone.
+    ///
+    /// # Errors
+    /// As [`LargePages::private`].
+    pub fn private(length: usize) -> io::Result<Self> {
+        Ok(Self {
+            pages: Arc::new(LargePages::private(length)?),
+            next: AtomicUsize::new(0),
+        })
+    }
+
+    /// The next `length` bytes; none when so many are not left.
+    pub fn take(&self, length: usize) -> Option<Piece> {
+        let step = length.checked_next_multiple_of(PIECE_ALIGN)?;
+        let offset = self
+            .next
+            .try_update(Ordering::Relaxed, Ordering::Relaxed, |next| {
+                next.checked_add(step)
+                    .filter(|end| *end <= self.pages.mapped)
+            })
+            .ok()?;
+        Some(Piece {
+            pages: Arc::clone(&self.pages),
+            offset,
+            length,
+        })
+    }
+}
+
+impl Piece {
+    /// Its bytes.
+    pub fn as_slice(&self) -> &[u8] {
+        // SAFETY: the range lies inside the mapping, was given to this piece alone, and nothing else ever forms a
+        // reference to it: the pages are private to `Pieces`, which only gives out ranges.
+        unsafe {
+            let start = self.pages.base.as_ptr().add(self.offset);
+            std::slice::from_raw_parts(start, self.length)
+        }
+    }
+
+    /// Its bytes, to fill them.
+    pub fn as_mut_slice(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and the borrow of this piece is the only one.
+        unsafe {
+            let start = self.pages.base.as_ptr().add(self.offset);
+            std::slice::from_raw_parts_mut(start, self.length)
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -209,6 +280,22 @@ mod tests {
         assert_eq!(read[99], 7);
         assert!(file.set_len(0).is_err());
         assert!(LargePages::private(1).unwrap().file().is_none());
+    }
+
+    #[test]
+    fn pieces_are_aligned_and_apart_and_outlive_their_whole() {
+        let pieces = Pieces::private(1000).unwrap();
+        let mut first = pieces.take(100).unwrap();
+        let mut second = pieces.take(1).unwrap();
+        assert!(pieces.take(LARGE).is_none() && pieces.take(usize::MAX).is_none());
+        drop(pieces);
+        first.as_mut_slice().fill(1);
+        second.as_mut_slice().fill(2);
+        assert!(first.as_slice().iter().all(|byte| *byte == 1) && first.as_slice().len() == 100);
+        assert_eq!(second.as_slice(), [2]);
+        for piece in [&first, &second] {
+            assert!((piece.as_slice().as_ptr() as usize).is_multiple_of(PIECE_ALIGN));
+        }
     }
 
     #[test]

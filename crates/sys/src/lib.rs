@@ -15,7 +15,7 @@ pub use affinity::{available_cpus, cgroup_cpu_quota, pin_thread};
 pub use arena::{
     BlockArena, BlockError, BlockRead, BlockReadArc, BlockWrite, BlockWriteArc, UNIT_ALIGN,
 };
-pub use large::LargePages;
+pub use large::{LargePages, Piece, Pieces};
 pub use mapped::{Access, MappedFile};
 pub use memory::{
     MemoryInfo, available_memory, cgroup_memory_limit, last_level_cache_bytes, memory_info,

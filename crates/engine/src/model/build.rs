@@ -2,12 +2,13 @@ use crate::weights::{Checkpoint, Scheme, WeightDtype, WeightsError};
 use crate::{ModelError, Progress};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use twinfer_config::ModelConfig;
 use twinfer_config::model::{AttentionConfig, MlaConfig, TensorKind, TensorSpec, TensorSpecs};
 use twinfer_kernels::{
-    Activation, Compute, DType, Format, Int8Rows, Matrix, RowScales, Weight, bf16,
+    Activation, Compute, DType, Format, Int8Rows, KernelError, Matrix, RowScales, Weight, bf16,
 };
+use twinfer_sys::Pieces;
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 
 use super::norm::Norm;
@@ -17,6 +18,8 @@ use super::norm::Norm;
 pub(crate) struct Builder<'a> {
     checkpoint: &'a Checkpoint,
     packing: Packing,
+    /// Packed weights go here; what does not fit is allocated.
+    memory: Pieces,
     hashes: Mutex<BTreeMap<String, u128>>,
     done: AtomicU64,
     progress: Option<Progress<'a>>,
@@ -136,7 +139,7 @@ impl Packing {
     }
 
     /// Is the packed head an exact copy of the embedding, so that rows can be looked up there?
-    pub(crate) fn shares_embedding(self, stored: DType) -> bool {
+    fn shares_embedding(self, stored: DType) -> bool {
         match self.linear() {
             Compute::F32 => true,
             Compute::Bf16 => stored == DType::Bf16,
@@ -157,11 +160,13 @@ impl<'a> Builder<'a> {
     pub(crate) fn new(
         checkpoint: &'a Checkpoint,
         packing: Packing,
+        memory: Pieces,
         progress: Option<Progress<'a>>,
     ) -> Self {
         Self {
             checkpoint,
             packing,
+            memory,
             hashes: Mutex::default(),
             done: AtomicU64::new(0),
             progress,
@@ -203,6 +208,59 @@ impl<'a> Builder<'a> {
         }
     }
 
+    /// A matrix `[out, in]` of plain numbers, type as stored, to be kept.
+    pub(crate) fn kept(&self, name: &str) -> Result<Matrix, ModelError> {
+        let dtype = match self.checkpoint.dtype(name) {
+            Some(WeightDtype::Bf16) => DType::Bf16,
+            Some(WeightDtype::F32) => DType::F32,
+            _ => return self.plain(name),
+        };
+        let (rows, cols) = self.shape(name)?;
+        let piece = rows
+            .checked_mul(cols)
+            .and_then(|count| self.memory.take(count.checked_mul(dtype.size())?));
+        let Some(mut piece) = piece else {
+            return self.plain(name);
+        };
+        self.read_into(name, piece.as_mut_slice())?;
+        Ok(Matrix::from_shared(rows, cols, dtype, Arc::new(piece), 0)?)
+    }
+
+    /// Packs matrices below each other.
+    pub(crate) fn pack(&self, compute: Compute, parts: &[&Matrix]) -> Result<Weight, KernelError> {
+        let Some((first, others)) = parts.split_first() else {
+            return Weight::pack(compute, parts);
+        };
+        let same = others.iter().all(|part| part.dtype() == first.dtype());
+        let stored = if same { first.dtype() } else { DType::F32 };
+        let (rows, cols) = (parts.iter().map(|part| part.rows()).sum(), first.cols());
+        let format = Format::of(compute, stored);
+        let piece = Weight::packed_bytes(format, rows, cols).and_then(|n| self.memory.take(n));
+        let Some(mut piece) = piece else {
+            return Weight::pack(compute, parts);
+        };
+        Weight::pack_into(compute, parts, piece.as_mut_slice())?;
+        Weight::from_packed(format, rows, cols, Arc::new(piece), 0)
+    }
+
+    /// Packs int8 rows below each other.
+    fn pack_int8(
+        &self,
+        cols: usize,
+        parts: &[Int8Rows<'_>],
+        activation: Activation,
+    ) -> Result<Weight, KernelError> {
+        let values: usize = parts.iter().map(|part| part.values.len()).sum();
+        let rows = values / cols.max(1);
+        let format = Format::Int8(activation);
+        let piece = Weight::packed_bytes(format, rows, cols).and_then(|n| self.memory.take(n));
+        let Some(mut piece) = piece else {
+            return Weight::pack_int8(cols, parts, activation);
+        };
+        Weight::pack_int8_into(cols, parts, activation, piece.as_mut_slice())?;
+        Weight::from_packed(format, rows, cols, Arc::new(piece), 0)
+    }
+
     /// A matrix `[out, in]` of plain numbers, type as stored.
     pub(crate) fn plain(&self, name: &str) -> Result<Matrix, ModelError> {
         let (rows, cols) = self.shape(name)?;
@@ -214,12 +272,26 @@ impl<'a> Builder<'a> {
 
     /// A router: computed in f32 whatever else is.
     pub(crate) fn router(&self, name: &str) -> Result<Weight, ModelError> {
-        Ok(Weight::pack(Compute::F32, &[&self.plain(name)?])?)
+        Ok(Weight::pack(Compute::F32, &[&self.kept(name)?])?)
+    }
+
+    /// Is the packed head an exact copy of this embedding?
+    pub(crate) fn shares_embedding(&self, name: &str) -> bool {
+        let stored = match self.checkpoint.dtype(name) {
+            Some(WeightDtype::Bf16) => DType::Bf16,
+            _ => DType::F32,
+        };
+        self.packing.shares_embedding(stored)
     }
 
     /// The embedding as head.
     pub(crate) fn tied_head(&self, embedding: &Matrix) -> Result<Weight, ModelError> {
-        Ok(Weight::pack(self.packing.linear(), &[embedding])?)
+        let compute = self.packing.linear();
+        if compute == Compute::F32 {
+            // As it lies: one copy for both.
+            return Ok(Weight::pack(compute, &[embedding])?);
+        }
+        Ok(self.pack(compute, &[embedding])?)
     }
 
     /// Linear layers with the same input, one below the other, with their biases.
@@ -241,7 +313,7 @@ impl<'a> Builder<'a> {
             let parts: Vec<&Matrix> = parts.iter().collect();
             let rows: Vec<usize> = parts.iter().map(|part| part.rows()).collect();
             (
-                Weight::pack(self.packing.linear(), &parts)?,
+                self.pack(self.packing.linear(), &parts)?,
                 joined(biases, &rows),
             )
         } else {
@@ -291,7 +363,7 @@ impl<'a> Builder<'a> {
                 },
             })
             .collect();
-        let weight = Weight::pack_int8(cols, &rows, activation)?;
+        let weight = self.pack_int8(cols, &rows, activation)?;
         drop(rows);
         let counts: Vec<usize> = parts.iter().map(|part| part.values.len() / cols).collect();
         let biases = parts.into_iter().map(|part| part.bias).collect();
@@ -577,7 +649,11 @@ impl<'a> Builder<'a> {
 
     fn read<T: bytemuck::Pod>(&self, name: &str, count: usize) -> Result<Vec<T>, ModelError> {
         let mut values = vec![T::zeroed(); count];
-        let buffer: &mut [u8] = bytemuck::cast_slice_mut(&mut values);
+        self.read_into(name, bytemuck::cast_slice_mut(&mut values))?;
+        Ok(values)
+    }
+
+    fn read_into(&self, name: &str, buffer: &mut [u8]) -> Result<(), ModelError> {
         self.checkpoint.read(name, buffer)?;
         let hash = xxh3_128(buffer);
         let length = buffer.len() as u64;
@@ -589,7 +665,7 @@ impl<'a> Builder<'a> {
         if let Some(progress) = self.progress {
             progress(done, self.checkpoint.bytes());
         }
-        Ok(values)
+        Ok(())
     }
 }
 

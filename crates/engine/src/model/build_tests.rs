@@ -10,6 +10,7 @@ use twinfer_kernels::{
     Activation, Compute, Format, Isa, Matrix, ThreadTeam, Weight, bf16, product,
     product_accumulators, quantize_rows,
 };
+use twinfer_sys::Pieces;
 
 fn testdata(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -42,7 +43,7 @@ fn single_projections_equal_the_reference() {
         "w8a8/deepseek_v3_compressed",
     ] {
         let (_, checkpoint) = open(path);
-        let builder = Builder::new(&checkpoint, FLOAT, None);
+        let builder = Builder::new(&checkpoint, FLOAT, Pieces::private(1 << 20).unwrap(), None);
         let bytes = std::fs::read(testdata(path).join("golden.safetensors")).unwrap();
         let golden = SafeTensors::deserialize(&bytes).unwrap();
         let names: Vec<String> = golden
@@ -132,7 +133,12 @@ fn planned_bytes_cover_the_packed_ones() {
         ] {
             let (config, checkpoint) = open(path);
             let packing = Packing { float, quantize };
-            let builder = Builder::new(&checkpoint, packing, None);
+            let builder = Builder::new(
+                &checkpoint,
+                packing,
+                Pieces::private(1 << 20).unwrap(),
+                None,
+            );
             let mut bytes = 0;
             for spec in config.tensors(false).tensors {
                 bytes += match spec.kind {

@@ -372,17 +372,18 @@ impl Decoder {
 
 /// Embedding and head.
 fn ends(config: &ModelConfig, builder: &Builder<'_>) -> Result<(Embedding, Weight), ModelError> {
-    let embedding = builder.plain("model.embed_tokens.weight")?;
+    const NAME: &str = "model.embed_tokens.weight";
     if !config.tied_head {
+        let embedding = builder.kept(NAME)?;
         return Ok((Embedding::Own(embedding), builder.linear(&["lm_head"])?));
     }
+    if builder.shares_embedding(NAME) {
+        let embedding = builder.plain(NAME)?;
+        return Ok((Embedding::Head, builder.tied_head(&embedding)?));
+    }
+    let embedding = builder.kept(NAME)?;
     let head = builder.tied_head(&embedding)?;
-    let shared = builder.packing().shares_embedding(embedding.dtype());
-    Ok(if shared {
-        (Embedding::Head, head)
-    } else {
-        (Embedding::Own(embedding), head)
-    })
+    Ok((Embedding::Own(embedding), head))
 }
 
 /// `y += x`, row by row.

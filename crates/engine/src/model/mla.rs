@@ -44,13 +44,14 @@ enum PerHead {
 }
 
 impl PerHead {
-    fn new(compute: Compute, matrices: Vec<Matrix>) -> Result<Self, KernelError> {
+    fn new(builder: &Builder<'_>, matrices: Vec<Matrix>) -> Result<Self, KernelError> {
+        let compute = builder.packing().float;
         if compute == Compute::F32 {
             return Ok(Self::Plain(matrices));
         }
         let packed = matrices
             .iter()
-            .map(|matrix| Weight::pack(compute, &[matrix]));
+            .map(|matrix| builder.pack(compute, &[matrix]));
         packed.collect::<Result<_, _>>().map(Self::Packed)
     }
 
@@ -100,15 +101,14 @@ impl Mla {
             key_up.push(key.transposed());
             value_up.push(value);
         }
-        let compute = builder.packing().float;
         Ok(Self {
             config: config.clone(),
             scale,
             query,
             kv_down: builder.linear(&[name("kv_a_proj_with_mqa")])?,
             kv_norm: builder.norm(&name("kv_a_layernorm"), LOW_RANK_EPS)?,
-            key_up: PerHead::new(compute, key_up)?,
-            value_up: PerHead::new(compute, value_up)?,
+            key_up: PerHead::new(builder, key_up)?,
+            value_up: PerHead::new(builder, value_up)?,
             out: builder.linear(&[name("o_proj")])?,
         })
     }
