@@ -1,86 +1,141 @@
-//! Speed of MLA attention beside the processor's peaks:
-//! `cargo run --release -p twinfer-kernels --example attention [THREADS]`.
+//! Speed of attention beside the processor's peaks:
+//! `cargo run --release -p twinfer-kernels --example attention [FILTER [THREADS]]`.
 
 use std::time::{Duration, Instant};
 
-use twinfer_kernels::{DType, HeadRows, Isa, MlaParams, MlaSeq, ThreadTeam, mla_attention, peaks};
+use twinfer_kernels::{
+    Compute, DType, GqaParams, HeadRows, Isa, KernelError, KvSeq, Matrix, MlaParams, ThreadTeam,
+    Weight, bf16, gqa_attention, mla_attention, peaks, per_head_product,
+};
+
+const BUDGET: Duration = Duration::from_millis(150);
+const BLOCK: usize = 16;
+
+/// Name, heads, KV heads (0: MLA), key, value.
+const SHAPES: [(&str, usize, usize, usize, usize); 4] = [
+    ("smol-gqa", 9, 3, 64, 64),
+    ("moe-gqa", 16, 4, 128, 128),
+    ("moe-mla", 16, 0, 576, 512),
+    ("v3-mla", 128, 0, 576, 512),
+];
+/// Sequences, rows of each, positions.
+const CALLS: [(usize, usize, usize); 5] = [
+    (1, 1, 512),
+    (16, 1, 512),
+    (1, 1, 4096),
+    (1, 512, 512),
+    (1, 512, 2048),
+];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let threads = match std::env::args().nth(1) {
+    let mut arguments = std::env::args().skip(1);
+    let filter = arguments.next().unwrap_or_default();
+    let threads = match arguments.next() {
         Some(text) => text.parse()?,
         None => twinfer_sys::available_cpus()?.len(),
     };
-    let budget = Duration::from_millis(300);
     let isa = Isa::detect(std::env::var("TWINFER_ISA").ok().as_deref())?;
-    let team = ThreadTeam::new(threads, None, isa)?;
-    let fma = peaks::f32_fma(threads, budget);
+    let team = ThreadTeam::with_spin(threads, None, isa, Duration::from_micros(20))?;
+    let peak = peaks::bf16_dot(threads, BUDGET).giga_per_second;
+    println!("{isa}, {threads} threads: bf16 peak {peak:.0} GFLOP/s");
     println!(
-        "{isa}, {threads} threads: f32 peak {:.1} GFLOP/s",
-        fma.giga_per_second
+        "{:>10} {:>5} {:>5} {:>9} {:>10} {:>9} {:>7} {:>9}",
+        "shape", "seqs", "rows", "positions", "us", "GFLOP/s", "of peak", "KV GB/s"
     );
-    println!(
-        "{:>6} {:>5} {:>5} {:>9} {:>5} {:>10} {:>9} {:>7} {:>9}",
-        "heads", "seqs", "rows", "context", "type", "us", "GFLOP/s", "of peak", "KV GB/s"
-    );
-    for (heads, latent, rope) in [(16, 512, 64), (128, 512, 64), (4, 64, 16)] {
-        for (kv_type, name) in [(DType::Bf16, "bf16"), (DType::F32, "f32")] {
-            for (seqs, rows, context) in [
-                (1, 1, 1024),
-                (1, 1, 4096),
-                (8, 1, 1024),
-                (1, 64, 1024),
-                (1, 256, 256),
-            ] {
+    for (name, heads, kv_heads, key, value) in SHAPES {
+        if !name.contains(&filter) {
+            continue;
+        }
+        for (seqs, rows, positions) in CALLS {
+            let row = if kv_heads == 0 {
+                key
+            } else {
+                2 * kv_heads * key
+            };
+            let blocks: Vec<Vec<u8>> = (0..seqs * positions / BLOCK)
+                .map(|_| vec![0x3c; BLOCK * row * 2])
+                .collect();
+            let units: Vec<&[u8]> = blocks.iter().map(Vec::as_slice).collect();
+            let tables: Vec<KvSeq<'_>> = units
+                .chunks(positions / BLOCK)
+                .enumerate()
+                .map(|(seq, units)| KvSeq {
+                    rows: seq * rows..(seq + 1) * rows,
+                    first_position: positions - rows,
+                    units,
+                })
+                .collect();
+            let q = vec![0.1; seqs * rows * heads * key];
+            let mut out = vec![0.0; seqs * rows * heads * value];
+            let seconds = if kv_heads == 0 {
                 let params = MlaParams {
                     heads,
-                    latent,
-                    rope,
-                    block_size: 16,
-                    kv_type,
+                    latent: value,
+                    rope: key - value,
+                    block_size: BLOCK,
+                    kv_type: DType::Bf16,
                     scale: 0.1,
                 };
-                let unit = vec![0u8; 16 * (latent + rope) * kv_type.size()];
-                let blocks: Vec<Vec<u8>> = (0..seqs * context / 16).map(|_| unit.clone()).collect();
-                let units: Vec<&[u8]> = blocks.iter().map(Vec::as_slice).collect();
-                let tables: Vec<MlaSeq<'_>> = (0..seqs)
-                    .map(|seq| MlaSeq {
-                        rows: seq * rows..(seq + 1) * rows,
-                        first_position: context - rows,
-                        units: &units[seq * context / 16..(seq + 1) * context / 16],
-                    })
-                    .collect();
-                let q_latent = vec![0.1; seqs * rows * heads * latent];
-                let q_rope = vec![0.1; seqs * rows * heads * rope];
-                let mut out = vec![0.0; q_latent.len()];
-                let q_latent = HeadRows::dense(&q_latent, heads, latent)?;
-                let q_rope = HeadRows::dense(&q_rope, heads, rope)?;
-                let seconds = least(budget, || {
-                    mla_attention(&team, &params, q_latent, q_rope, &tables, &mut out)
-                })?;
-                let keys = seqs * (0..rows).map(|row| context - row).sum::<usize>();
-                let flops = 2.0 * (keys * heads * (2 * latent + rope)) as f64 / seconds / 1e9;
-                let bytes =
-                    (seqs * context * (latent + rope) * kv_type.size()) as f64 / seconds / 1e9;
-                println!(
-                    "{heads:>6} {seqs:>5} {rows:>5} {context:>9} {name:>5} {:>10.1} {flops:>9.1} {:>6.1}% {bytes:>9.1}",
-                    seconds * 1e6,
-                    100.0 * flops / fma.giga_per_second,
-                );
-            }
+                let latent = HeadRows::part(&q, heads, key, 0..value)?;
+                let rope = HeadRows::part(&q, heads, key, value..key)?;
+                typical(|| mla_attention(&team, &params, latent, rope, &tables, &mut out))?
+            } else {
+                let params = GqaParams {
+                    heads,
+                    kv_heads,
+                    head_dim: key,
+                    block_size: BLOCK,
+                    kv_type: DType::Bf16,
+                    scale: 0.1,
+                };
+                let q = HeadRows::dense(&q, heads, key)?;
+                typical(|| gqa_attention(&team, &params, q, &tables, &mut out))?
+            };
+            let pairs = seqs * (0..rows).map(|row| positions - row).sum::<usize>();
+            let flops = 2.0 * (pairs * heads * (key + value)) as f64 / seconds / 1e9;
+            println!(
+                "{name:>10} {seqs:>5} {rows:>5} {positions:>9} {:>10.1} {flops:>9.1} {:>6.0}% {:>9.1}",
+                seconds * 1e6,
+                flops / peak * 100.0,
+                (seqs * positions * row * 2) as f64 / seconds / 1e9
+            );
+        }
+    }
+    for (name, n, k) in [("heads-up", 512, 128), ("heads-down", 128, 512)] {
+        if !name.contains(&filter) {
+            continue;
+        }
+        let heads = 16;
+        let matrix = Matrix::from_bf16(n, k, vec![bf16::from_f32(0.5); n * k])?;
+        let weights = (0..heads)
+            .map(|_| Weight::pack(Compute::Bf16, &[&matrix]))
+            .collect::<Result<Vec<_>, _>>()?;
+        for rows in [1, 16, 512] {
+            let (x, mut y) = (vec![0.5; rows * heads * k], vec![0.0; rows * heads * n]);
+            let x = HeadRows::dense(&x, heads, k)?;
+            let seconds = typical(|| per_head_product(&team, x, &weights, &mut y))?;
+            let flops = 2.0 * (rows * heads * n * k) as f64 / seconds / 1e9;
+            println!(
+                "{name:>10} {:>5} {rows:>5} {:>9} {:>10.1} {flops:>9.1} {:>6.0}%",
+                "",
+                "",
+                seconds * 1e6,
+                flops / peak * 100.0
+            );
         }
     }
     Ok(())
 }
 
-/// Least time of a call over `budget`: others on the machine can only add to it.
-fn least<E>(budget: Duration, mut body: impl FnMut() -> Result<(), E>) -> Result<f64, E> {
-    let (mut least, mut calls) = (f64::INFINITY, 0);
+/// The lower quartile of the time of a call.
+fn typical(mut body: impl FnMut() -> Result<(), KernelError>) -> Result<f64, KernelError> {
     let begin = Instant::now();
-    while calls < 5 || begin.elapsed() < budget {
-        let start = Instant::now();
+    let mut times = Vec::new();
+    while begin.elapsed() < BUDGET || times.len() < 5 {
+        let begin = Instant::now();
         body()?;
-        least = least.min(start.elapsed().as_secs_f64());
-        calls += 1;
+        times.push(begin.elapsed().as_secs_f64());
     }
-    Ok(least)
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 4])
 }

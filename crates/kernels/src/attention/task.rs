@@ -285,24 +285,40 @@ where
         let used = count.div_ceil(D::K);
         let from = geometry.values_from + self.kv_head * geometry.value;
         let mut finite = true;
+        let whole = geometry.value / PANEL;
         for line in 0..used {
             let position = base + line * D::K;
             let first = self.kv_row(position).wrapping_add(from);
-            let second = (D::K == 2 && line * D::K + 1 < count)
-                .then(|| self.kv_row(position + 1).wrapping_add(from));
-            for panel in 0..geometry.value.div_ceil(PANEL) {
-                let column = panel * PANEL;
-                let width = PANEL.min(geometry.value - column);
-                // SAFETY: the rows have `width` values from `column` on; the panel has room for its lines.
-                unsafe {
-                    let mut cells = values_at(first.add(column), width).map(KvValue::bits);
-                    if let Some(second) = second {
-                        let upper = values_at(second.add(column), width).map(KvValue::bits);
-                        for (cell, upper) in cells.iter_mut().zip(upper) {
-                            *cell |= upper << 16;
-                        }
+            let paired = D::K == 2 && line * D::K + 1 < count;
+            let second = if paired {
+                self.kv_row(position + 1).wrapping_add(from)
+            } else {
+                first
+            };
+            // SAFETY: both rows have all values; the panels have room for their lines.
+            unsafe {
+                for panel in 0..whole {
+                    let column = panel * PANEL;
+                    let lower = first
+                        .add(column)
+                        .cast::<[D::Value; PANEL]>()
+                        .read_unaligned();
+                    let upper = second
+                        .add(column)
+                        .cast::<[D::Value; PANEL]>()
+                        .read_unaligned();
+                    let to = self.values.add(panel * lines + line);
+                    to.write(cells(&lower, &upper, paired));
+                }
+                if whole * PANEL < geometry.value {
+                    let (mut lower, mut upper) =
+                        ([D::Value::default(); PANEL], [D::Value::default(); PANEL]);
+                    for (i, column) in (whole * PANEL..geometry.value).enumerate() {
+                        lower[i] = first.add(column).read_unaligned();
+                        upper[i] = second.add(column).read_unaligned();
                     }
-                    self.values.add(panel * lines + line).write(cells);
+                    let to = self.values.add(whole * lines + line);
+                    to.write(cells(&lower, &upper, paired));
                 }
             }
         }
@@ -481,20 +497,15 @@ struct Fold {
     take: [f32; ROWS],
 }
 
-/// The first `width` values, zeros behind.
+/// A line of the values of one position, or of two.
 #[inline(always)]
-unsafe fn values_at<V: KvValue>(from: *const V, width: usize) -> [V; PANEL] {
-    // SAFETY: the caller grants `width` values.
-    unsafe {
-        if width == PANEL {
-            return from.cast::<[V; PANEL]>().read_unaligned();
-        }
-        let mut values = [V::default(); PANEL];
-        for (i, value) in values.iter_mut().enumerate().take(width) {
-            *value = from.add(i).read_unaligned();
-        }
-        values
+fn cells<V: KvValue>(lower: &[V; PANEL], upper: &[V; PANEL], paired: bool) -> [u32; PANEL] {
+    let mask = if paired { u32::MAX } else { 0 };
+    let mut cells = [0; PANEL];
+    for i in 0..PANEL {
+        cells[i] = V::pair(lower[i], upper[i], mask);
     }
+    cells
 }
 
 /// Turns rows of scores into probabilities relative to the largest of the tile, and folds m and l of all rows.

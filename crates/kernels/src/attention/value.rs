@@ -9,6 +9,9 @@ pub(super) trait KvValue: RowValue {
     /// The bits, in the lower half of a line's cell if it holds two.
     fn bits(self) -> u32;
 
+    /// A line's cell; the upper half, if there is one, is masked.
+    fn pair(lower: Self, upper: Self, mask: u32) -> u32;
+
     /// Prepares packed lines, small bf16 becoming zero; whether all values are finite.
     fn clean(lines: &mut [[u32; PANEL]]) -> bool;
 
@@ -23,6 +26,11 @@ impl KvValue for f32 {
     #[inline(always)]
     fn bits(self) -> u32 {
         self.to_bits()
+    }
+
+    #[inline(always)]
+    fn pair(lower: Self, _upper: Self, _mask: u32) -> u32 {
+        lower.to_bits()
     }
 
     #[inline(always)]
@@ -49,6 +57,11 @@ impl KvValue for u16 {
     #[inline(always)]
     fn bits(self) -> u32 {
         u32::from(self)
+    }
+
+    #[inline(always)]
+    fn pair(lower: Self, upper: Self, mask: u32) -> u32 {
+        u32::from(lower) | ((u32::from(upper) << 16) & mask)
     }
 
     #[inline(always)]

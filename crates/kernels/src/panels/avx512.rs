@@ -5,6 +5,10 @@ use std::arch::x86_64::*;
 use super::dot::{Dot, Level};
 use crate::simd::Avx512Level;
 
+/// From so many rows on lines are asked for so far ahead.
+const AHEAD_ROWS: usize = 9;
+const AHEAD_BYTES: usize = 3072;
+
 pub(crate) struct Int8<const BF16: bool>;
 pub(crate) struct Bf16<const BF16: bool>;
 pub(crate) struct F32<const BF16: bool>;
@@ -73,7 +77,8 @@ impl<const BF16: bool> Step for F32<BF16> {
 }
 
 /// One register per row beside the line: the cells come as broadcast memory operands, so the multiplier is the limit from
-/// a few rows on. Lines are not asked for ahead: the hardware follows the one stream better.
+/// a few rows on. With few rows lines are not asked for ahead, since the hardware follows the one stream better; with
+/// many it stays too close behind.
 ///
 /// # Safety
 /// As for [`Dot::tile`].
@@ -95,7 +100,11 @@ unsafe fn tile<T: Step, const R: usize, const CHAINS: usize>(
         let mut place = 0;
         while place < whole {
             for chain in 0..CHAINS {
-                let line = _mm512_loadu_si512(lines.add((place + chain) * 64).cast());
+                let line = lines.add((place + chain) * 64);
+                if R >= AHEAD_ROWS {
+                    _mm_prefetch::<_MM_HINT_T0>(line.wrapping_add(AHEAD_BYTES).cast());
+                }
+                let line = _mm512_loadu_si512(line.cast());
                 for row in 0..R {
                     let x = x.add((place + chain) * R + row);
                     sums[row][chain] = T::step(sums[row][chain], x, line);
@@ -124,13 +133,20 @@ unsafe fn tile<T: Step, const R: usize, const CHAINS: usize>(
 ///
 /// # Safety
 /// Every column has `count` cells of four bytes, `to` room for as many lines.
+#[expect(
+    clippy::needless_range_loop,
+    reason = "closures would not be inlined with their instruction set"
+)]
 #[inline(always)]
 unsafe fn transpose(columns: [*const u8; 16], count: usize, to: *mut [u32; 16]) {
     let whole = count / 16 * 16;
     // SAFETY: the caller's duty; masked loads do not touch what the mask excludes.
     unsafe {
         for start in (0..whole).step_by(16) {
-            let rows = columns.map(|column| _mm512_loadu_si512(column.add(start * 4).cast()));
+            let mut rows = [_mm512_setzero_si512(); 16];
+            for i in 0..16 {
+                rows[i] = _mm512_loadu_si512(columns[i].add(start * 4).cast());
+            }
             for (line, v) in transposed(rows).into_iter().enumerate() {
                 _mm512_storeu_si512(to.add(start + line).cast(), v);
             }

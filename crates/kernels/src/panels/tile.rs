@@ -10,6 +10,9 @@ use crate::weight::{Form, Format, LINE, PANEL, Weight};
 /// The most rows of a tile of any kind and instruction set.
 const MAX_ROWS: usize = 16;
 
+/// Bytes of the panels that tiles go along.
+const BLOCK_BYTES: usize = 192 << 10;
+
 /// A product with a packed weight in raw parts; strides in elements, from row to row.
 #[derive(Clone, Copy)]
 pub(crate) struct Job<'a> {
@@ -174,20 +177,25 @@ unsafe fn part_of<D: Dot, const INTEGER: bool>(job: &Job<'_>, part: &Part, packe
     let bytes = panels.bytes().as_ptr();
     let finish = Finish::new(job, bytes, lines);
     let mut sums = [[0u32; PANEL]; MAX_ROWS];
-    for panel in part.panels.0..part.panels.1 {
+    // Some panels stay in the second-level cache while all tiles go by; a tile goes along them, so that its rows of y are
+    // written front to back.
+    let block = (BLOCK_BYTES / (lines * LINE)).max(1);
+    for start in (part.panels.0..part.panels.1).step_by(block) {
         for tile in part.tiles.0..part.tiles.1 {
             let rows = tile_rows(job.rows, count, tile);
-            // SAFETY: the caller's duty; a panel has `lines` lines.
-            unsafe {
-                let cells = packed
-                    .cells
-                    .cast::<D::Cell>()
-                    .add((job.first + rows.start) * lines);
-                let line = bytes.add(panel * lines * LINE);
-                any_rows::<D>(rows.len(), cells, line, lines, sums.as_mut_ptr());
-                for (row, sums) in rows.zip(&sums) {
-                    let state = packed.states.add(job.first + row).read();
-                    finish.put::<INTEGER>(row, panel, state, sums);
+            for panel in start..part.panels.1.min(start + block) {
+                // SAFETY: the caller's duty; a panel has `lines` lines.
+                unsafe {
+                    let cells = packed
+                        .cells
+                        .cast::<D::Cell>()
+                        .add((job.first + rows.start) * lines);
+                    let line = bytes.add(panel * lines * LINE);
+                    any_rows::<D>(rows.len(), cells, line, lines, sums.as_mut_ptr());
+                    for (row, sums) in rows.clone().zip(&sums) {
+                        let state = packed.states.add(job.first + row).read();
+                        finish.put::<INTEGER>(row, panel, state, sums);
+                    }
                 }
             }
         }
