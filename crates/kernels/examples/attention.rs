@@ -1,5 +1,5 @@
 //! Speed of attention beside the processor's peaks:
-//! `cargo run --release -p twinfer-kernels --example attention [FILTER [THREADS]]`.
+//! `cargo run --release -p twinfer-kernels --example attention [FILTER [THREADS [ROWS]]]`.
 
 use std::time::{Duration, Instant};
 
@@ -34,6 +34,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         Some(text) => text.parse()?,
         None => twinfer_sys::available_cpus()?.len(),
     };
+    let only = arguments
+        .next()
+        .map(|text| text.parse::<usize>())
+        .transpose()?;
     let isa = Isa::detect(std::env::var("TWINFER_ISA").ok().as_deref())?;
     let team = ThreadTeam::with_spin(threads, None, isa, Duration::from_micros(20))?;
     let peak = peaks::bf16_dot(threads, BUDGET).giga_per_second;
@@ -47,6 +51,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             continue;
         }
         for (seqs, rows, positions) in CALLS {
+            if only.is_some_and(|only| only != rows) {
+                continue;
+            }
             let row = if kv_heads == 0 {
                 key
             } else {

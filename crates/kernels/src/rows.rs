@@ -429,11 +429,18 @@ pub(crate) unsafe fn largest<S: Simd>(values: *const f32, length: usize) -> f32 
         }
         let mut lanes = [f32::NEG_INFINITY; STEP];
         S::store(lanes.as_mut_ptr(), largest);
-        let mut result = f32::NEG_INFINITY;
-        for lane in lanes {
-            result = if lane > result { lane } else { result };
+        // None of the lanes is NaN, so the order of comparisons does not matter.
+        for width in [8, 4, 2, 1] {
+            for lane in 0..width {
+                let other = lanes[lane + width];
+                lanes[lane] = if other > lanes[lane] {
+                    other
+                } else {
+                    lanes[lane]
+                };
+            }
         }
-        result
+        lanes[0]
     }
 }
 

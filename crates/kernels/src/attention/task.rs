@@ -400,17 +400,19 @@ where
                     any_rows::<D>(range.len(), cells, keys, lines, sums.as_mut_ptr());
                 }
             }
-            for ((scores, sums), visible) in
-                scores[..range.len()].iter_mut().zip(&sums).zip(visible)
-            {
-                let seen = visible.saturating_sub(column);
-                for (i, (score, sum)) in scores[column..column + PANEL]
-                    .iter_mut()
-                    .zip(sums)
-                    .enumerate()
-                {
-                    let value = f32::from_bits(*sum) * scale;
-                    *score = if i < seen { value } else { f32::NEG_INFINITY };
+            for row in 0..range.len() {
+                let scores = &mut scores[row][column..column + PANEL];
+                for place in (0..PANEL).step_by(D::S::LANES) {
+                    // SAFETY: whole vectors of a panel.
+                    unsafe {
+                        let sums = D::S::load(sums[row].as_ptr().cast::<f32>().add(place));
+                        let scaled = D::S::mul(sums, D::S::splat(scale));
+                        D::S::store(scores.as_mut_ptr().add(place), scaled);
+                    }
+                }
+                let seen = visible[row].saturating_sub(column);
+                if seen < PANEL {
+                    scores[seen..].fill(f32::NEG_INFINITY);
                 }
             }
         }
