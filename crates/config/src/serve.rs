@@ -155,6 +155,31 @@ pub struct ServeConfig {
     #[arg(long, default_value_t = 16)]
     pub block_size: u32,
 
+    /// Requests share the KV of equal prefixes, also of earlier requests; this is the default.
+    #[arg(long, overrides_with = "no_enable_prefix_caching")]
+    #[serde(default)]
+    pub enable_prefix_caching: bool,
+
+    /// Every request computes its own prompt; only choices of one request share it.
+    #[arg(long, overrides_with = "enable_prefix_caching")]
+    #[serde(default)]
+    pub no_enable_prefix_caching: bool,
+
+    /// Tokens that the model's MTP layer proposes per step, 0 to 5; more than one reuse the layer.
+    #[arg(long, default_value_t = 0)]
+    #[serde(default)]
+    pub num_speculative_tokens: u32,
+
+    /// Propose fewer tokens where few were accepted, at least one.
+    #[arg(long)]
+    #[serde(default)]
+    pub adaptive_draft_length: bool,
+
+    /// Prompts are computed in every Nth step at most while other requests generate; 1: in any step.
+    #[arg(long, default_value_t = 1)]
+    #[serde(default = "one")]
+    pub prefill_any_interval: u32,
+
     /// Memory for KV, such as `512MiB` or `4GiB`; a quarter of what is available if absent.
     #[arg(long)]
     pub kv_cache_memory: Option<String>,
@@ -203,6 +228,17 @@ pub struct ServeConfig {
     #[arg(long, value_enum, default_value_t)]
     #[serde(default)]
     pub log_format: LogFormat,
+}
+
+impl ServeConfig {
+    /// Is the prefix cache on?
+    pub fn prefix_caching(&self) -> bool {
+        self.enable_prefix_caching || !self.no_enable_prefix_caching
+    }
+}
+
+fn one() -> u32 {
+    1
 }
 
 fn parse_role(text: &str) -> Result<twinfer_protocol::Role, String> {

@@ -159,6 +159,10 @@ impl Line {
         for (key, value) in flags {
             let flag = format!("--{key}");
             match value {
+                // What is on by default has a flag that switches it off.
+                Value::Bool(false) if key.starts_with("enable-") => {
+                    self.words.push(format!("--no-{key}"));
+                }
                 Value::Null | Value::Bool(false) => {}
                 Value::Bool(true) => self.words.push(flag),
                 Value::Array(items) => {

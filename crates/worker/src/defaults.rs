@@ -106,6 +106,7 @@ impl SamplingDefaults {
             stop_token_ids: options.stop_token_ids.clone(),
             include_stop_str_in_output: options.include_stop_str_in_output,
             logprobs,
+            // Those of the request belong to its first choice.
             prompt_logprobs: None,
             skip_special_tokens: options.skip_special_tokens,
         }

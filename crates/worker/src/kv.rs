@@ -5,7 +5,6 @@ use crate::handoff::{self, Exporter, FetchReport, Importer, Use};
 use crate::metrics::KvMetrics;
 use parking_lot::Mutex;
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinSet;
@@ -33,8 +32,6 @@ pub(crate) struct Claim {
     given: Option<Arc<[TokenId]>>,
     /// What the request computes with: the above, or its own tokens.
     prompt: OnceLock<Arc<[TokenId]>>,
-    /// Fetches to come: one per choice.
-    uses: AtomicU32,
 }
 
 /// Runs the fetches that the engine asks for.
@@ -72,7 +69,6 @@ impl Handoff {
             claim,
             given: given.map(Into::into),
             prompt: OnceLock::new(),
-            uses: AtomicU32::new(0),
         }))
     }
 
@@ -147,21 +143,16 @@ impl Claim {
         self.given.clone()
     }
 
-    /// `choices` requests are going to fetch for `prompt`.
-    pub(crate) fn set_use(&self, prompt: &Arc<[TokenId]>, choices: u32) {
+    /// A request is going to fetch for `prompt`.
+    pub(crate) fn set_use(&self, prompt: &Arc<[TokenId]>) {
         let _ = self.prompt.set(Arc::clone(prompt));
-        self.uses.store(choices, Ordering::Relaxed);
     }
 
     async fn fetch(&self, blocks: &[BlockId], tokens: u32) -> Result<FetchReport, ApiError> {
         let prompt = self.prompt.get().ok_or_else(|| {
             ApiError::new(ErrorKind::Internal, "the prompt of a KV fetch is not known")
         })?;
-        // The last to begin frees the KV at the prefill instance; a fetch that is still running there
-        // keeps it until it ends.
-        let before = self.uses.fetch_sub(1, Ordering::Relaxed);
-        let last = if before <= 1 { Use::Last } else { Use::More };
-        self.claim.fetch(prompt, blocks, tokens, last).await
+        self.claim.fetch(prompt, blocks, tokens, Use::Last).await
     }
 }
 

@@ -9,6 +9,7 @@ use twinfer_engine::{
 };
 use twinfer_protocol::{Fingerprint, TokenId};
 use twinfer_text::{ChatTemplate, Tokenizer};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// Prompt tokens of the warm-up request; enough to touch every weight and buffer.
 const WARM_UP_TOKENS: u32 = 64;
@@ -40,6 +41,15 @@ pub struct LoadProgress {
     pub total: u64,
 }
 
+/// Of the model and of chance: clients cannot know which blocks have which key.
+fn cache_seed(fingerprint: &Fingerprint) -> Result<u64, ServeError> {
+    let random = getrandom::u64().map_err(|e| ServeError::System {
+        what: "draw the seed of the prefix cache",
+        source: std::io::Error::other(e.to_string()),
+    })?;
+    Ok(xxh3_64_with_seed(fingerprint.id.as_bytes(), random))
+}
+
 pub(crate) struct WarmEngine {
     pub(crate) engine: Engine,
     pub(crate) progress: Arc<AtomicU64>,
@@ -53,6 +63,7 @@ pub(crate) fn warm_up(model: Model, limits: EngineConfig) -> Result<WarmEngine, 
     let progress = model.executor.progress().unwrap_or_default();
     let config = EngineConfig {
         max_model_len: model.max_model_len,
+        cache_seed: cache_seed(&model.fingerprint)?,
         ..limits
     };
     let mut engine = Engine::new(config, model.executor, model.tokenizer, model.num_blocks)

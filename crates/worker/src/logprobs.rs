@@ -1,5 +1,5 @@
-use serde_json::{Map, Value};
-use twinfer_engine::{Logprob, OutputToken};
+use serde_json::{Map, Value, json};
+use twinfer_engine::{Logprob, OutputToken, TokenLogprobs};
 use twinfer_protocol::TokenId;
 use twinfer_protocol::openai::{
     ChatLogprobs, ChatTokenLogprob, ChatTopLogprob, CompletionLogprobs,
@@ -9,31 +9,72 @@ use twinfer_text::Tokenizer;
 /// What stands for minus infinity, which JSON does not have (as vLLM).
 const LEAST: f32 = -9999.0;
 
-/// Log-probabilities of some tokens as completions report them; none if they were not asked for.
-/// `offset` is the number of characters before, and grows.
+/// A prompt with the log-probabilities of its tokens but the first.
+#[derive(Clone, Copy)]
+pub(crate) struct Scored<'a> {
+    pub(crate) ids: &'a [TokenId],
+    pub(crate) logprobs: &'a [TokenLogprobs],
+    /// Alternatives to show.
+    pub(crate) top: u32,
+}
+
+/// Log-probabilities of some tokens as completions report them, after those of the prompt if that is
+/// echoed; none if they were not asked for. `offset` is the number of characters before, and grows.
 pub(crate) fn completion(
     tokenizer: &Tokenizer,
+    prompt: Option<Scored<'_>>,
     tokens: &[OutputToken],
     offset: &mut u64,
 ) -> Option<CompletionLogprobs> {
     let mut out = CompletionLogprobs::default();
-    for token in tokens {
-        let (own, top) = token.logprobs.as_ref()?;
-        let text = text(tokenizer, own.token);
+    let mut push = |id: TokenId, logprobs: Option<(&Logprob, &[Logprob])>| {
+        let text = text(tokenizer, id);
         out.text_offset.push(*offset);
         *offset += text.chars().count() as u64;
-        out.token_logprobs.push(Some(finite(own.logprob)));
-        let mut best = Map::new();
-        for other in top.iter().chain([own]) {
-            // Two tokens may read the same: the better one comes first and stays.
-            let key = self::text(tokenizer, other.token);
-            best.entry(key)
-                .or_insert_with(|| Value::from(finite(other.logprob)));
-        }
-        out.top_logprobs.push(Some(best));
         out.tokens.push(text);
+        out.token_logprobs
+            .push(logprobs.map(|(own, _)| finite(own.logprob)));
+        out.top_logprobs.push(logprobs.map(|(own, top)| {
+            let mut best = Map::new();
+            for other in top.iter().chain([own]) {
+                // Two tokens may read the same: the better one comes first and stays.
+                let key = self::text(tokenizer, other.token);
+                best.entry(key)
+                    .or_insert_with(|| Value::from(finite(other.logprob)));
+            }
+            best
+        }));
+    };
+    if let Some(prompt) = prompt {
+        let none = prompt.ids.first().map(|&id| (id, None));
+        let others = prompt.logprobs.iter().map(|(own, top)| {
+            let top = &top[..top.len().min(prompt.top as usize)];
+            (own.token, Some((own, top)))
+        });
+        none.into_iter()
+            .chain(others)
+            .for_each(|(id, logprobs)| push(id, logprobs));
+    }
+    for token in tokens {
+        let (own, top) = token.logprobs.as_ref()?;
+        push(token.id, Some((own, top)));
     }
     Some(out)
+}
+
+/// Log-probabilities of a prompt as vLLM reports them.
+pub(crate) fn prompt(tokenizer: &Tokenizer, prompt: Scored<'_>) -> Value {
+    let entry = |l: &Logprob| {
+        let decoded = text(tokenizer, l.token);
+        let value = json!({"logprob": finite(l.logprob), "rank": l.rank, "decoded_token": decoded});
+        (l.token.to_string(), value)
+    };
+    let first = prompt.ids.first().map(|_| Value::Null);
+    let others = prompt.logprobs.iter().map(|(own, top)| {
+        let top = top.iter().take(prompt.top as usize);
+        Value::Object([own].into_iter().chain(top).map(entry).collect())
+    });
+    first.into_iter().chain(others).collect()
 }
 
 /// Log-probabilities of some tokens as chats report them; none if they were not asked for.

@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 use prometheus_client::encoding::EncodeLabelSet;
 use std::sync::Arc;
 use std::time::Duration;
-use twinfer_engine::{EngineStats, FinishReason, PromptSources};
+use twinfer_engine::{EngineStats, FinishReason, MAX_DRAFTS, PromptSources, SpeculationStats};
 use twinfer_http::{
     Counter, Family, Gauge, Histogram, Metrics, SECONDS_INTER_TOKEN, SECONDS_REQUEST, SECONDS_TTFT,
     TOKENS,
@@ -73,6 +73,26 @@ pub(crate) struct EngineMetrics {
     request_prompt: Histogram,
     request_output: Histogram,
     finished: [Counter; 4],
+    cache_queries: Counter,
+    cache_hits: Counter,
+    drafts: Drafts,
+}
+
+/// Speculation, by place in a round where that is told.
+#[derive(Clone, Debug)]
+struct Drafts {
+    rounds: Counter,
+    drafted: Counter,
+    accepted: Counter,
+    drafted_per_place: [Counter; MAX_DRAFTS],
+    accepted_per_place: [Counter; MAX_DRAFTS],
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct PlaceLabels {
+    engine: &'static str,
+    model_name: String,
+    position: u32,
 }
 
 /// What the handoff counts: the connector's own numbers, taken over when somebody asks.
@@ -334,6 +354,15 @@ impl EngineMetrics {
                     })
                     .clone()
             }),
+            cache_queries: counter(
+                "vllm:prefix_cache_queries",
+                "Prompt tokens that were looked for in the prefix cache",
+            ),
+            cache_hits: counter(
+                "vllm:prefix_cache_hits",
+                "Prompt tokens that were found in the prefix cache",
+            ),
+            drafts: Drafts::new(registry, &labels),
         }
     }
 
@@ -408,5 +437,73 @@ impl EngineMetrics {
         self.steps.inc_by(new.steps.saturating_sub(old.steps));
         self.preemptions
             .inc_by(new.preemptions.saturating_sub(old.preemptions));
+        self.cache_queries
+            .inc_by(new.cache_queries.saturating_sub(old.cache_queries));
+        self.cache_hits
+            .inc_by(new.cache_hits.saturating_sub(old.cache_hits));
+        self.drafts.publish(&old.speculation, &new.speculation);
+    }
+}
+
+impl Drafts {
+    fn new(registry: &Metrics, labels: &EngineLabels) -> Self {
+        let counter = |name, help| registry.counters(name, help).get_or_create(labels).clone();
+        let per_place = |name, help| {
+            let family = registry.counters(name, help);
+            std::array::from_fn(|place| {
+                let EngineLabels { engine, model_name } = labels.clone();
+                let position = u32::try_from(place).unwrap_or(u32::MAX);
+                family
+                    .get_or_create(&PlaceLabels {
+                        engine,
+                        model_name,
+                        position,
+                    })
+                    .clone()
+            })
+        };
+        Self {
+            rounds: counter(
+                "vllm:spec_decode_num_drafts",
+                "Verifications of proposed tokens",
+            ),
+            drafted: counter("vllm:spec_decode_num_draft_tokens", "Tokens proposed"),
+            accepted: counter(
+                "vllm:spec_decode_num_accepted_tokens",
+                "Proposed tokens that were delivered",
+            ),
+            drafted_per_place: per_place(
+                "twinfer_spec_decode_num_draft_tokens_per_pos",
+                "Tokens proposed, by place",
+            ),
+            accepted_per_place: per_place(
+                "vllm:spec_decode_num_accepted_tokens_per_pos",
+                "Proposed tokens that were delivered, by place",
+            ),
+        }
+    }
+
+    fn publish(&self, old: &SpeculationStats, new: &SpeculationStats) {
+        self.rounds.inc_by(new.rounds.saturating_sub(old.rounds));
+        for (all, per_place, old, new) in [
+            (
+                &self.drafted,
+                &self.drafted_per_place,
+                old.drafted,
+                new.drafted,
+            ),
+            (
+                &self.accepted,
+                &self.accepted_per_place,
+                old.accepted,
+                new.accepted,
+            ),
+        ] {
+            for ((counter, old), new) in per_place.iter().zip(old).zip(new) {
+                let since = new.saturating_sub(old);
+                counter.inc_by(since);
+                all.inc_by(since);
+            }
+        }
     }
 }

@@ -94,6 +94,7 @@ fn options(config: &ServeConfig) -> Result<LoadOptions<'static>, ServeError> {
         max_model_len: config.max_model_len.map(|length| length as usize),
         max_num_batched_tokens: config.max_num_batched_tokens as usize,
         max_num_seqs: config.max_num_seqs as usize,
+        mtp: config.num_speculative_tokens > 0,
         ..LoadOptions::default()
     })
 }

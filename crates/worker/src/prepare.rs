@@ -252,39 +252,54 @@ fn finish(
     submission: Submission,
 ) -> Result<Prepared, ApiError> {
     let mut requests = Vec::with_capacity(prompts.len() * common.n as usize);
+    let cache_salt: Option<Arc<str>> = common.cache_salt.as_deref().map(Into::into);
     for (index, prompt) in prompts.iter().enumerate() {
         let max_tokens = output_limit(instance, kind, &common, prompt.ids.len())?;
+        let scores = scores(&common, prompt, &leg, max_tokens);
         let claim = match &leg {
             // Nothing to fetch for a single token: its KV is computed with it.
-            Leg::Decode(claim) if index == 0 && prompt.ids.len() > 1 => {
-                claim.set_use(&prompt.ids, common.n);
+            // Log-probabilities of a prompt need all of it computed.
+            Leg::Decode(claim) if index == 0 && prompt.ids.len() > 1 && scores.is_none() => {
+                claim.set_use(&prompt.ids);
                 Some(Arc::clone(claim))
             }
             _ => None,
         };
+        let first = instance.new_id();
         for choice in 0..common.n {
+            let mut params = instance.defaults.params(
+                &common.sampling,
+                instance.seed,
+                choice,
+                max_tokens,
+                common.logprobs,
+            );
+            // In a stream each choice shows the prompt by itself.
+            if choice == 0 || common.stream {
+                params.prompt_logprobs = scores;
+            }
+            // The others find the KV that the first one fetched or computed.
+            let claim = claim.clone().filter(|_| choice == 0);
             requests.push(NewRequest {
                 choice: u32::try_from(requests.len()).unwrap_or(u32::MAX),
                 request: Request {
-                    id: instance.new_id(),
+                    id: if choice == 0 {
+                        first
+                    } else {
+                        instance.new_id()
+                    },
                     prompt: Arc::clone(&prompt.ids),
-                    params: instance.defaults.params(
-                        &common.sampling,
-                        instance.seed,
-                        choice,
-                        max_tokens,
-                        common.logprobs,
-                    ),
+                    params,
                     kv: if claim.is_some() {
                         KvSource::Remote
                     } else {
                         KvSource::Compute
                     },
                     hold_kv: matches!(leg, Leg::Prefill),
-                    cache_salt: None,
-                    leader: None,
+                    cache_salt: cache_salt.clone(),
+                    leader: (common.n > 1).then_some(first),
                 },
-                claim: claim.clone(),
+                claim,
             });
         }
     }
@@ -296,6 +311,21 @@ fn finish(
         requests,
         submission,
     })
+}
+
+/// Alternatives to compute per prompt token: those asked for, or those of the output where the prompt is
+/// echoed; none at all where only KV is wanted.
+fn scores(common: &Common, prompt: &PromptTokens, leg: &Leg, max_tokens: u32) -> Option<u32> {
+    if matches!(leg, Leg::Prefill) {
+        return None;
+    }
+    let echoed = common.logprobs.filter(|_| prompt.echo.is_some());
+    let asked = match (common.prompt_logprobs, echoed) {
+        (Some(asked), Some(echoed)) => Some(asked.max(echoed)),
+        (asked, echoed) => asked.or(echoed),
+    };
+    // Nothing else to compute: the engine's word for a request without output.
+    asked.or((max_tokens == 0).then_some(0))
 }
 
 /// Output tokens a request may have. What it asks for must fit; what it leaves open is filled up.

@@ -2,7 +2,7 @@
 
 use crate::app::Instance;
 use crate::engine::{ChoiceEvent, End, Generation};
-use crate::logprobs;
+use crate::logprobs::{self, Scored};
 use crate::metrics::InstanceMetrics;
 use crate::prepare::{Kind, Prepared, PromptTokens};
 use axum::body::Body;
@@ -12,9 +12,10 @@ use futures_util::stream;
 use http::HeaderValue;
 use http::header::CONTENT_TYPE;
 use serde::Serialize;
+use serde_json::Value;
 use std::convert::Infallible;
 use std::sync::Arc;
-use twinfer_engine::{FinishReason, OutputToken};
+use twinfer_engine::{FinishReason, OutputToken, TokenLogprobs};
 use twinfer_http::sse;
 use twinfer_protocol::openai::{
     ChatChoice, ChatChunk, ChatChunkChoice, ChatMessage, ChatResponse, Common, Completion,
@@ -40,6 +41,7 @@ pub(crate) struct Answer {
 /// A choice that has ended.
 #[derive(Default)]
 struct Collected {
+    prompt_logprobs: Vec<TokenLogprobs>,
     text: String,
     tokens: Vec<OutputToken>,
     end: Option<End>,
@@ -56,6 +58,7 @@ struct Progress {
     begun: bool,
     characters: u64,
     tokens: u64,
+    cached: u64,
 }
 
 struct EventStream {
@@ -99,6 +102,7 @@ impl Answer {
                 finish(&end.reason)?;
             }
             if let Some(choice) = choices.get_mut(event.choice as usize) {
+                choice.prompt_logprobs.extend(event.prompt_logprobs);
                 choice.text.push_str(&event.text);
                 choice.tokens.extend(event.tokens);
                 choice.end = event.end;
@@ -113,11 +117,16 @@ impl Answer {
         outcome: &Outcome,
         kv_transfer_params: Option<KvTransferParams>,
     ) -> Result<Response, ApiError> {
-        let usage = self.usage(outcome.choices.iter().map(Collected::output_tokens).sum());
+        let cached = outcome.choices.iter().map(Collected::cached_tokens);
+        // Each prompt once: by its first choice.
+        let cached = cached.step_by(self.common.n.max(1) as usize).sum();
+        let usage = self
+            .usage(outcome.choices.iter().map(Collected::output_tokens).sum())
+            .with_cached(cached);
         match self.kind {
             Kind::Completion => {
                 let choices = outcome.choices.iter().enumerate();
-                let choices = choices.map(|(i, choice)| self.completion_choice(i, choice));
+                let choices = choices.map(|(i, choice)| self.completion_choice(i, choice, outcome));
                 json(&Completion {
                     id: &self.id,
                     object: COMPLETION,
@@ -142,7 +151,7 @@ impl Answer {
                     service_tier: None,
                     system_fingerprint: None,
                     usage,
-                    prompt_logprobs: None,
+                    prompt_logprobs: self.prompt_logprobs(0, outcome),
                     prompt_token_ids: self.prompt_ids(0),
                     kv_transfer_params,
                 })
@@ -177,6 +186,7 @@ impl Answer {
         &self,
         index: usize,
         choice: &Collected,
+        outcome: &Outcome,
     ) -> Result<CompletionChoice, ApiError> {
         let prompt = index / self.common.n as usize;
         let (finish_reason, stop_reason) = choice.finish()?;
@@ -191,12 +201,17 @@ impl Answer {
             index: number(index),
             text,
             logprobs: wanted
-                .then(|| logprobs::completion(&self.instance.tokenizer, &choice.tokens, &mut 0))
+                .then(|| {
+                    let scores = outcome.prompt_logprobs(prompt, self.common.n);
+                    let echoed = self.echoed(prompt, scores);
+                    let tokenizer = &self.instance.tokenizer;
+                    logprobs::completion(tokenizer, echoed, &choice.tokens, &mut 0)
+                })
                 .flatten(),
             finish_reason,
             stop_reason,
             token_ids: self.token_ids(&choice.tokens),
-            prompt_logprobs: None,
+            prompt_logprobs: self.prompt_logprobs(prompt, outcome),
             prompt_token_ids: self.prompt_ids(prompt),
         })
     }
@@ -223,6 +238,27 @@ impl Answer {
                 reasoning_content: None,
             },
         })
+    }
+
+    /// The prompt's part of `logprobs`, if the prompt is echoed.
+    fn echoed<'a>(&'a self, prompt: usize, logprobs: &'a [TokenLogprobs]) -> Option<Scored<'a>> {
+        let top = self.common.logprobs?;
+        let prompt = self.prompts.get(prompt).filter(|p| p.echo.is_some())?;
+        Some(Scored {
+            ids: &prompt.ids,
+            logprobs,
+            top,
+        })
+    }
+
+    /// `prompt_logprobs`, if asked for.
+    fn prompt_logprobs(&self, prompt: usize, outcome: &Outcome) -> Option<Value> {
+        let scored = Scored {
+            ids: &self.prompts.get(prompt)?.ids,
+            logprobs: outcome.prompt_logprobs(prompt, self.common.n),
+            top: self.common.prompt_logprobs?,
+        };
+        Some(logprobs::prompt(&self.instance.tokenizer, scored))
     }
 
     fn usage(&self, completion_tokens: u64) -> Usage {
@@ -254,6 +290,10 @@ impl Collected {
         self.end.as_ref().map_or(0, |end| end.output_tokens.into())
     }
 
+    fn cached_tokens(&self) -> u64 {
+        self.end.as_ref().map_or(0, |end| end.sources.cached.into())
+    }
+
     fn finish(&self) -> Result<(&'static str, Option<StopReason>), ApiError> {
         match &self.end {
             Some(end) => finish(&end.reason),
@@ -263,6 +303,12 @@ impl Collected {
 }
 
 impl Outcome {
+    /// Those of a prompt: its first choice brought them.
+    fn prompt_logprobs(&self, prompt: usize, n: u32) -> &[TokenLogprobs] {
+        let first = self.choices.get(prompt * n as usize);
+        first.map_or(&[], |choice| &choice.prompt_logprobs)
+    }
+
     /// The first choice's kept blocks and last token.
     pub(crate) fn take_held(&mut self) -> Option<(crate::engine::HeldBlocks, Option<TokenId>)> {
         let choice = self.choices.first_mut()?;
@@ -323,6 +369,9 @@ impl EventStream {
         };
         let begins = !std::mem::replace(&mut progress.begun, true);
         progress.tokens += event.tokens.len() as u64;
+        if let Some(end) = &event.end {
+            progress.cached = end.sources.cached.into();
+        }
         let common = &answer.common;
         let per_token =
             common.logprobs.is_some() || common.return_token_ids || common.continuous_usage;
@@ -350,7 +399,10 @@ impl EventStream {
                 };
                 let logprobs = match common.logprobs {
                     Some(_) => {
-                        logprobs::completion(tokenizer, &event.tokens, &mut progress.characters)
+                        let echoed = answer.echoed(prompt, &event.prompt_logprobs);
+                        let echoed = echoed.filter(|_| begins);
+                        let characters = &mut progress.characters;
+                        logprobs::completion(tokenizer, echoed, &event.tokens, characters)
                     }
                     None => None,
                 };
@@ -410,9 +462,12 @@ impl EventStream {
     }
 
     fn write_usage(&self, out: &mut Vec<u8>) {
+        let cached = self.choices.iter().map(|choice| choice.cached);
+        let cached = cached.step_by(self.answer.common.n.max(1) as usize).sum();
         let usage = Some(
             self.answer
-                .usage(self.choices.iter().map(|choice| choice.tokens).sum()),
+                .usage(self.choices.iter().map(|choice| choice.tokens).sum())
+                .with_cached(cached),
         );
         match self.answer.kind {
             Kind::Completion => self.answer.completion_event(&[], usage, out),

@@ -3,7 +3,7 @@ use std::fmt::Display;
 use std::time::Duration;
 use twinfer_config::model::parse_bytes;
 use twinfer_config::{CoreSet, FlagError, ServeConfig};
-use twinfer_engine::EngineConfig;
+use twinfer_engine::{EngineConfig, MAX_DRAFTS};
 
 /// Longest settle and drain times.
 const MAX_SECONDS: f64 = 86_400.0;
@@ -42,6 +42,18 @@ impl Settings {
             ),
             ("max-waiting", config.max_waiting.into(), 0, 1 << 20),
             ("block-size", config.block_size.into(), 1, 4096),
+            (
+                "num-speculative-tokens",
+                config.num_speculative_tokens.into(),
+                0,
+                MAX_DRAFTS as u64,
+            ),
+            (
+                "prefill-any-interval",
+                config.prefill_any_interval.into(),
+                1,
+                1 << 16,
+            ),
             ("kv-lease", config.kv_lease.into(), 1, 86_400),
             ("kv-timeout", config.kv_timeout.into(), 1, 86_400),
             ("max-body-bytes", config.max_body_bytes, 1024, 1 << 30),
@@ -116,7 +128,12 @@ impl Settings {
             max_num_seqs: config.max_num_seqs,
             max_num_batched_tokens: config.max_num_batched_tokens,
             max_waiting: config.max_waiting,
-            ..EngineConfig::default()
+            enable_prefix_caching: config.prefix_caching(),
+            num_speculative_tokens: config.num_speculative_tokens,
+            adaptive_draft_length: config.adaptive_draft_length,
+            prefill_any_interval: config.prefill_any_interval,
+            // Drawn when the model is known.
+            cache_seed: 0,
         }
     }
 }

@@ -12,6 +12,9 @@ const MAX_MESSAGES: usize = 16_384;
 /// Most parts of one message's content.
 const MAX_PARTS: usize = 4096;
 
+/// Longest `cache_salt`, in bytes.
+const MAX_SALT_BYTES: usize = 1024;
+
 const NO_GRAMMAR: &str = "constrained output is not built";
 /// Names of the chat template's own variables, which `chat_template_kwargs` must not replace.
 const RESERVED_KWARGS: &[&str] = &[
@@ -28,11 +31,6 @@ const RESERVED_KWARGS: &[&str] = &[
 ];
 /// Field, JSON texts of its harmless values, why others are refused. Same on both routes.
 const UNSUPPORTED: &[(&str, &[&str], &str)] = &[
-    (
-        "prompt_logprobs",
-        &[],
-        "log-probabilities of prompts are not built",
-    ),
     ("use_beam_search", &["false"], "beam search is not built"),
     ("length_penalty", &["1", "1.0"], "beam search is not built"),
     ("guided_json", &[], NO_GRAMMAR),
@@ -117,6 +115,10 @@ pub struct Common {
     pub sampling: SamplingOptions,
     /// `logprobs` of completions, or `top_logprobs` of chats with `logprobs`: alternatives per token.
     pub logprobs: Option<u32>,
+    /// `prompt_logprobs`: alternatives per prompt token; not with `stream`.
+    pub prompt_logprobs: Option<u32>,
+    /// `cache_salt`: only requests of the same salt share cached prefixes; not empty.
+    pub cache_salt: Option<String>,
     /// `kv_transfer_params`.
     pub kv_transfer_params: Option<KvTransferParams>,
     /// `request_id`, vLLM's way to name a request in the body.
@@ -207,6 +209,8 @@ impl Common {
             continuous_usage,
             sampling: SamplingOptions::read(fields)?,
             logprobs,
+            prompt_logprobs: prompt_logprobs(fields, stream)?,
+            cache_salt: cache_salt(fields)?,
             kv_transfer_params: kv_transfer_params(fields)?,
             request_id: fields.string("request_id")?,
             return_token_ids: fields.boolean("return_token_ids")?.unwrap_or(false),
@@ -234,16 +238,10 @@ impl CompletionRequest {
                 "best_of differs from n; only the same is supported",
             ));
         }
-        let echo = fields.boolean("echo")?.unwrap_or(false);
-        if echo && common.logprobs.is_some() {
-            let message =
-                "echo with logprobs is not supported: log-probabilities of prompts are not built";
-            return Err(ApiError::invalid("echo", message));
-        }
         Ok(Self {
             common,
             prompts: Prompt::read_all(fields)?,
-            echo,
+            echo: fields.boolean("echo")?.unwrap_or(false),
             add_special_tokens: fields.boolean("add_special_tokens")?.unwrap_or(true),
         })
     }
@@ -341,6 +339,31 @@ pub fn kv_transfer_params(fields: &Fields<'_>) -> Result<Option<KvTransferParams
     }
     inner.token_ids("prompt_token_ids").map_err(within)?;
     fields.read(NAME, "an object of handoff parameters")
+}
+
+fn prompt_logprobs(fields: &Fields<'_>, stream: bool) -> Result<Option<u32>, ApiError> {
+    let name = "prompt_logprobs";
+    let k = fields.integer(name, 0..=i64::from(MAX_LOGPROBS))?;
+    if stream && k.is_some() {
+        let message =
+            "prompt_logprobs is given with stream: true; send stream: false, or echo with logprobs";
+        return Err(ApiError::invalid(name, message));
+    }
+    Ok(k.and_then(|k| u32::try_from(k).ok()))
+}
+
+fn cache_salt(fields: &Fields<'_>) -> Result<Option<String>, ApiError> {
+    let name = "cache_salt";
+    match fields.string(name)? {
+        Some(salt) if salt.is_empty() || salt.len() > MAX_SALT_BYTES => Err(ApiError::invalid(
+            name,
+            format!(
+                "{name} has {} bytes; 1 to {MAX_SALT_BYTES} are permitted",
+                salt.len()
+            ),
+        )),
+        salt => Ok(salt),
+    }
 }
 
 fn response_format(fields: &Fields<'_>) -> Result<(), ApiError> {
@@ -547,7 +570,10 @@ mod tests {
         for rest in [
             r#""suffix":"x""#,
             r#""best_of":3"#,
-            r#""prompt_logprobs":1"#,
+            r#""prompt_logprobs":21"#,
+            r#""prompt_logprobs":1,"stream":true"#,
+            r#""cache_salt":"""#,
+            r#""cache_salt":1"#,
             r#""guided_json":{}"#,
             r#""response_format":{"type":"json_object"}"#,
             r#""use_beam_search":true"#,
@@ -564,9 +590,10 @@ mod tests {
                 name
             );
         }
+        let echo = r#"{"prompt":"x","echo":true,"logprobs":1,"max_tokens":0}"#;
         assert_eq!(
-            param(completion(r#"{"prompt":"x","echo":true,"logprobs":1}"#)),
-            "echo"
+            completion(echo).unwrap().common.sampling.max_tokens,
+            Some(0)
         );
         assert!(completion(r#"{"prompt":"x","best_of":2,"n":2,"suffix":""}"#).is_ok());
         for (rest, name) in [

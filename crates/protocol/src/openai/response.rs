@@ -21,7 +21,7 @@ pub struct Usage {
     pub total_tokens: u64,
     /// Of all choices, stop tokens included.
     pub completion_tokens: u64,
-    /// Not reported: null.
+    /// Null if all prompt tokens were computed, or that was not counted.
     #[serde(default)]
     pub prompt_tokens_details: Option<PromptTokensDetails>,
 }
@@ -71,7 +71,8 @@ pub struct CompletionChoice {
     pub stop_reason: Option<StopReason>,
     /// With `return_token_ids`.
     pub token_ids: Option<Vec<TokenId>>,
-    /// Null: prompts have no log-probabilities.
+    /// If asked for: per prompt token an object from token ids to `logprob`, `rank`, `decoded_token`; null
+    /// for the first.
     pub prompt_logprobs: Option<Value>,
     /// With `return_token_ids`.
     pub prompt_token_ids: Option<Vec<TokenId>>,
@@ -147,7 +148,7 @@ pub struct ChatResponse<'a> {
     pub system_fingerprint: Option<&'static str>,
     /// Counts.
     pub usage: Usage,
-    /// Null: prompts have no log-probabilities.
+    /// As in [`CompletionChoice`].
     pub prompt_logprobs: Option<Value>,
     /// With `return_token_ids`.
     pub prompt_token_ids: Option<Vec<TokenId>>,
@@ -312,5 +313,13 @@ impl Usage {
             total_tokens: prompt_tokens + completion_tokens,
             prompt_tokens_details: None,
         }
+    }
+
+    /// Of the prompt tokens so many were found in the prefix cache.
+    #[must_use]
+    pub fn with_cached(mut self, cached_tokens: u64) -> Self {
+        self.prompt_tokens_details =
+            (cached_tokens > 0).then_some(PromptTokensDetails { cached_tokens });
+        self
     }
 }

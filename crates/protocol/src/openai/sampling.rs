@@ -61,8 +61,10 @@ struct BiasVisitor;
 impl SamplingOptions {
     /// Reads and refuses what is common to completions and chat.
     pub fn read(fields: &Fields<'_>) -> Result<Self, ApiError> {
-        let newer = fields.count("max_completion_tokens", 1)?;
-        let older = fields.count("max_tokens", 1)?;
+        // A prompt that is echoed may be all that is wanted.
+        let least = u32::from(fields.boolean("echo")? != Some(true));
+        let newer = fields.count("max_completion_tokens", least)?;
+        let older = fields.count("max_tokens", least)?;
         let max_tokens_field = if newer.is_some() {
             "max_completion_tokens"
         } else {

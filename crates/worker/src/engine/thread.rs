@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 use twinfer_engine::{
     Engine, EngineStats, Event, FinishReason, HeldKv, KvOutcome, OutputToken, PromptSources,
-    Request, RequestId,
+    Request, RequestId, TokenLogprobs,
 };
 use twinfer_protocol::{ApiError, BlockId, ErrorKind};
 
@@ -72,6 +72,8 @@ pub(crate) enum Fetch {
 #[derive(Debug)]
 pub(crate) struct ChoiceEvent {
     pub(crate) choice: u32,
+    /// Of the prompt's tokens but the first, with the first event if asked for.
+    pub(crate) prompt_logprobs: Vec<TokenLogprobs>,
     pub(crate) tokens: Vec<OutputToken>,
     pub(crate) text: String,
     /// On the last event of the choice.
@@ -247,10 +249,10 @@ impl EngineThread {
         match event {
             Event::Output {
                 id,
+                prompt_logprobs,
                 tokens,
                 text,
                 finish,
-                ..
             } => {
                 let held = finish
                     .as_ref()
@@ -273,6 +275,7 @@ impl EngineThread {
                 let last = end.is_some();
                 let event = ChoiceEvent {
                     choice: entry.choice,
+                    prompt_logprobs,
                     tokens,
                     text,
                     end,

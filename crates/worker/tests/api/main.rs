@@ -3,6 +3,7 @@
 
 mod chat;
 mod completions;
+mod engine;
 mod faults;
 mod keys;
 mod life;

@@ -198,7 +198,13 @@ async fn several_choices_share_one_prompt() {
         assert_eq!(answer["usage"]["completion_tokens"], 21);
         pair.idle().await;
     }
-    assert_eq!(by_source(&pair.prefill, "local_compute").await, 5.0 * 23.0);
+    let computed = by_source(&pair.prefill, "local_compute").await;
+    let cached = by_source(&pair.prefill, "local_cache_hit").await;
+    assert_eq!((computed, cached), (23.0 + 4.0 * 3.0, 4.0 * 20.0));
+    // One choice fetches, the others share with it.
+    let fetched = by_source(&pair.decode, "external_kv_transfer").await;
+    let shared = by_source(&pair.decode, "local_cache_hit").await;
+    assert_eq!((fetched, shared), (5.0 * 22.0, 5.0 * 2.0 * 20.0));
 }
 
 #[tokio::test]

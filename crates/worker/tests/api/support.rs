@@ -94,6 +94,11 @@ pub(crate) fn config() -> ServeConfig {
         max_num_batched_tokens: 64,
         max_waiting: 64,
         block_size: 4,
+        enable_prefix_caching: false,
+        no_enable_prefix_caching: false,
+        num_speculative_tokens: 0,
+        adaptive_draft_length: false,
+        prefill_any_interval: 1,
         kv_cache_memory: None,
         threads: None,
         cpus: None,
@@ -173,9 +178,12 @@ pub(crate) fn model(
         block_size: config.block_size as usize,
         num_blocks,
         max_context: CONTEXT,
-        draft_layer: false,
+        draft_layer: config.num_speculative_tokens > 0,
     };
-    let mut executor = ScriptedExecutor::new(shape).unwrap().with_script(script);
+    let mut executor = ScriptedExecutor::new(shape)
+        .unwrap()
+        .with_script(script)
+        .with_drafts(script);
     if let Some(mut before) = before_step {
         executor = executor.with_before_step(move |info| before(info.works.len()));
     }
