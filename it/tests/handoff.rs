@@ -118,7 +118,11 @@ async fn tokens_equal_the_reference_at_every_block_and_chunk_edge() {
             );
             let together = complete(&colocated.client(), &body).await;
             assert_eq!(token_ids(&together), got, "prompt of {length}");
-            assert_eq!(together["usage"], apart["usage"], "prompt of {length}");
+            // Where the prompt's KV came from may differ.
+            for count in ["prompt_tokens", "completion_tokens", "total_tokens"] {
+                let (together, apart) = (&together["usage"][count], &apart["usage"][count]);
+                assert_eq!(together, apart, "{count}, prompt of {length}");
+            }
             cluster.kv_idle(IDLE).await;
         }
     }
@@ -150,7 +154,10 @@ async fn a_client_that_leaves_stops_both_legs_and_frees_their_kv() {
     for round in 0..100u32 {
         let stream = round % 2 == 0;
         let mut body = if round % 4 < 2 {
-            ids_body(&long, 64)
+            // No prefix of it is cached.
+            let mut fresh = long.clone();
+            fresh[0] = 6 + round;
+            ids_body(&fresh, 64)
         } else {
             ids_body(&long[..8], 512)
         };
