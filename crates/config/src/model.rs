@@ -7,6 +7,8 @@
 
 mod architecture;
 mod attention;
+#[cfg(test)]
+mod family_tests;
 mod fields;
 mod memory;
 mod moe;

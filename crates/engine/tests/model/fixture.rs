@@ -5,7 +5,7 @@ use safetensors::tensor::TensorView;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use twinfer_engine::{Executor, KvMemory, LoadOptions, ModelError, SeqWork, check, load};
@@ -21,17 +21,38 @@ pub(crate) type Tensors = BTreeMap<String, Tensor>;
 /// The copy; gone when dropped.
 pub(crate) struct Model {
     pub(crate) dir: TempDir,
+    /// Name of its weight file.
+    weights: String,
 }
 
 impl Model {
     pub(crate) fn copy() -> Self {
+        Self::of("deepseek_v3")
+    }
+
+    /// Of a checkpoint with one weight file, by its path below testdata/golden.
+    pub(crate) fn of(checkpoint: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        let golden =
-            Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata/golden/deepseek_v3");
-        for file in ["config.json", WEIGHTS] {
-            fs::copy(golden.join(file), dir.path().join(file)).unwrap();
+        let golden = crate::support::testdata("golden").join(checkpoint);
+        let mut weights = Vec::new();
+        for entry in fs::read_dir(golden).unwrap() {
+            let path = entry.unwrap().path();
+            let name = path.file_name().unwrap().to_str().unwrap();
+            if name.starts_with("golden.") {
+                continue;
+            }
+            if name.ends_with(".safetensors") {
+                weights.push(name.to_owned());
+            }
+            if name == "config.json" || name.starts_with("quant") || name.ends_with("tensors") {
+                fs::copy(&path, dir.path().join(name)).unwrap();
+            }
         }
-        Self { dir }
+        assert_eq!(weights.len(), 1, "{weights:?}");
+        Self {
+            dir,
+            weights: weights.remove(0),
+        }
     }
 
     pub(crate) fn path(&self, file: &str) -> PathBuf {
@@ -43,7 +64,7 @@ impl Model {
     }
 
     pub(crate) fn tensors(&self) -> Tensors {
-        let bytes = fs::read(self.path(WEIGHTS)).unwrap();
+        let bytes = fs::read(self.path(&self.weights)).unwrap();
         let file = SafeTensors::deserialize(&bytes).unwrap();
         file.tensors()
             .into_iter()
@@ -66,14 +87,19 @@ impl Model {
     pub(crate) fn edit(&self, change: impl FnOnce(&mut Tensors)) {
         let mut tensors = self.tensors();
         change(&mut tensors);
-        self.write(WEIGHTS, &tensors);
+        self.write(&self.weights, &tensors);
     }
 
     pub(crate) fn configure(&self, field: &str, value: Value) {
-        let text = fs::read_to_string(self.path("config.json")).unwrap();
-        let mut config: Value = serde_json::from_str(&text).unwrap();
-        config[field] = value;
-        fs::write(self.path("config.json"), config.to_string()).unwrap();
+        self.change("config.json", |config| config[field] = value);
+    }
+
+    /// Changes a JSON file.
+    pub(crate) fn change(&self, file: &str, change: impl FnOnce(&mut Value)) {
+        let text = fs::read_to_string(self.path(file)).unwrap();
+        let mut value: Value = serde_json::from_str(&text).unwrap();
+        change(&mut value);
+        fs::write(self.path(file), value.to_string()).unwrap();
     }
 
     pub(crate) fn index(&self, map: &BTreeMap<String, String>) {
@@ -100,16 +126,22 @@ impl Model {
         map
     }
 
-    /// Refused within 5 s; the message holds all words.
+    /// Refused within 5 s and before any weight is read; the message holds all words.
     pub(crate) fn refused(&self, words: &[&str]) -> ModelError {
         let start = Instant::now();
         let error = check(self.dir.path(), &options()).expect_err("a broken model is refused");
         assert!(start.elapsed() < Duration::from_secs(5));
-        let text = error.to_string();
-        for word in words {
-            assert!(text.contains(word), "{word:?} is not named in: {text}");
-        }
-        error
+        named(error, words)
+    }
+
+    /// As [`Model::refused`], where only the weights' values show what is wrong.
+    pub(crate) fn refused_when_read(
+        &self,
+        options: &LoadOptions<'_>,
+        words: &[&str],
+    ) -> ModelError {
+        let error = load(self.dir.path(), options).expect_err("a broken model is refused");
+        named(error, words)
     }
 
     /// Logits behind a short prompt.
@@ -125,6 +157,15 @@ impl Model {
         executor.execute(&[work], &mut logits).unwrap();
         logits
     }
+}
+
+/// The message holds all words.
+fn named(error: ModelError, words: &[&str]) -> ModelError {
+    let text = error.to_string();
+    for word in words {
+        assert!(text.contains(word), "{word:?} is not named in: {text}");
+    }
+    error
 }
 
 pub(crate) fn options() -> LoadOptions<'static> {

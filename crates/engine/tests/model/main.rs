@@ -1,6 +1,8 @@
 //! Models: parity with the reference, equal bits, broken files.
 
 #[cfg(test)]
+mod announced;
+#[cfg(test)]
 mod executor;
 #[cfg(test)]
 mod fixture;
@@ -15,6 +17,8 @@ mod mtp;
 mod quantised;
 #[cfg(test)]
 mod reference;
+#[cfg(test)]
+mod split;
 #[cfg(test)]
 mod support;
 #[cfg(test)]

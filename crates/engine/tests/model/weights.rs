@@ -208,7 +208,7 @@ fn a_directory_without_weights_or_config_or_no_directory_is_named() {
     let file = check(&model.path("file"), &options())
         .unwrap_err()
         .to_string();
-    assert!(file.contains("not a directory"), "{file}");
+    assert!(file.contains("neither a directory"), "{file}");
 }
 
 // C6.2
