@@ -28,19 +28,22 @@ const CALLS: [(usize, usize, usize); 5] = [
 ];
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let cpus = twinfer_sys::available_cpus()?;
     let mut arguments = std::env::args().skip(1);
     let filter = arguments.next().unwrap_or_default();
     let threads = match arguments.next() {
         Some(text) => text.parse()?,
-        None => twinfer_sys::available_cpus()?.len(),
+        None => cpus.len(),
     };
     let only = arguments
         .next()
         .map(|text| text.parse::<usize>())
         .transpose()?;
     let isa = Isa::detect(std::env::var("TWINFER_ISA").ok().as_deref())?;
-    let team = ThreadTeam::with_spin(threads, None, isa, Duration::from_micros(20))?;
+    let team = ThreadTeam::with_spin(threads, Some(&cpus), isa, Duration::from_micros(20))?;
     let peak = peaks::bf16_dot(threads, BUDGET).giga_per_second;
+    // Left to itself the system often puts both threads on one core for a while.
+    twinfer_sys::pin_thread(&cpus[..1])?;
     println!("{isa}, {threads} threads: bf16 peak {peak:.0} GFLOP/s");
     println!(
         "{:>10} {:>5} {:>5} {:>9} {:>10} {:>9} {:>7} {:>9}",

@@ -7,15 +7,18 @@ use std::time::{Duration, Instant};
 use twinfer_kernels::{Isa, Matrix, ThreadTeam, bf16, linear, peaks};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let cpus = twinfer_sys::available_cpus()?;
     let threads = match std::env::args().nth(1) {
         Some(text) => text.parse()?,
-        None => twinfer_sys::available_cpus()?.len(),
+        None => cpus.len(),
     };
     let budget = Duration::from_millis(300);
     let isa = Isa::detect(std::env::var("TWINFER_ISA").ok().as_deref())?;
-    let team = ThreadTeam::new(threads, None, isa)?;
+    let team = ThreadTeam::new(threads, Some(&cpus), isa)?;
     let fma = peaks::f32_fma(threads, budget);
     let read = peaks::read_bandwidth(threads, budget, None);
+    // Left to itself the system often puts both threads on one core for a while.
+    twinfer_sys::pin_thread(&cpus[..1])?;
     println!(
         "{isa}, {threads} threads: f32 peak {:.1} GFLOP/s, read {:.1} GB/s",
         fma.giga_per_second, read.giga_per_second

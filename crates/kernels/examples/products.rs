@@ -27,11 +27,12 @@ const COPIES_BYTES: usize = 160 << 20;
 const TOP_K: usize = 4;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let cpus = twinfer_sys::available_cpus()?;
     let mut arguments = std::env::args().skip(1);
     let filter = arguments.next().unwrap_or_default();
     let threads = match arguments.next() {
         Some(text) => text.parse()?,
-        None => twinfer_sys::available_cpus()?.len(),
+        None => cpus.len(),
     };
     let rows = arguments.next().unwrap_or_else(|| "1,16,32,512".to_owned());
     let rows = rows
@@ -39,10 +40,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .map(str::parse)
         .collect::<Result<Vec<usize>, _>>()?;
     let isa = Isa::detect(std::env::var("TWINFER_ISA").ok().as_deref())?;
-    let team = ThreadTeam::with_spin(threads, None, isa, Duration::from_micros(20))?;
+    let team = ThreadTeam::with_spin(threads, Some(&cpus), isa, Duration::from_micros(20))?;
     let int8 = peaks::int8_dot(threads, BUDGET).giga_per_second;
     let half = peaks::bf16_dot(threads, BUDGET).giga_per_second;
     let read = peaks::read_bandwidth(threads, BUDGET, None).giga_per_second;
+    // Left to itself the system often puts both threads on one core for a while.
+    twinfer_sys::pin_thread(&cpus[..1])?;
     println!("{isa}, {threads} threads: int8 {int8:.0}, bf16 {half:.0} GOP/s, read {read:.1} GB/s");
     println!(
         "{:>18} {:>5} {:>4} {:>9} {:>8} {:>7} {:>7} {:>7} {:>9}",

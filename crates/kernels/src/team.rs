@@ -5,6 +5,7 @@
 //! goes back to sleep, and the caller waits only for workers that have joined.
 
 use std::any::Any;
+use std::cell::UnsafeCell;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -33,27 +34,51 @@ pub struct ThreadTeam {
     section: Mutex<()>,
 }
 
+/// One section at a time passes through the gate: the caller opens it, workers join and leave by counting, the caller
+/// closes it and waits for those inside. While threads spin no lock is taken; the mutex is only for parking.
 #[derive(Debug)]
 struct Shared {
-    state: Mutex<State>,
+    /// Number of the newest section, whether it is open, and how many workers are inside; see [`Gauge`].
+    gauge: AtomicU64,
+    /// The open section's job. Written by the caller while the gate is closed and nobody is inside, read by workers
+    /// after they joined.
+    job: UnsafeCell<Option<Job>>,
+    stop: AtomicBool,
+    /// Workers that wait for `wake`, or are about to.
+    parked: AtomicUsize,
+    /// Whether the caller waits for `done`, or is about to.
+    caller_parked: AtomicBool,
+    /// The first panic of a section. Also the lock of both condition variables.
+    panic: Mutex<Option<String>>,
     /// Workers wait here for a section or for the end.
     wake: Condvar,
     /// The caller waits here for the workers that joined.
     done: Condvar,
-    /// Number of the newest section, for spinning without the lock.
-    newest: AtomicU64,
     spin: Duration,
 }
 
-#[derive(Debug)]
-struct State {
-    section: u64,
-    /// The open section; `None` once all its tasks are claimed.
-    job: Option<Job>,
-    /// Workers that joined and have not left.
-    joined: usize,
-    panic: Option<String>,
-    stop: bool,
+// SAFETY: `job` is the only part that is not Sync; the gauge orders its accesses as described there.
+unsafe impl Sync for Shared {}
+
+/// A value of the gate's counter.
+#[derive(Debug, Clone, Copy)]
+struct Gauge(u64);
+
+impl Gauge {
+    const OPEN: u64 = 1 << 16;
+    const SECTION: u64 = 1 << 17;
+
+    fn section(self) -> u64 {
+        self.0 / Self::SECTION
+    }
+
+    fn is_open(self) -> bool {
+        self.0 & Self::OPEN != 0
+    }
+
+    fn inside(self) -> u64 {
+        self.0 % Self::OPEN
+    }
 }
 
 /// Pointers into the stack frame of [`ThreadTeam::run`].
@@ -307,8 +332,8 @@ impl Drop for Pass<'_> {
 
 impl Drop for ThreadTeam {
     fn drop(&mut self) {
-        self.shared.lock().stop = true;
-        self.shared.newest.fetch_add(1, Ordering::Release);
+        self.shared.stop.store(true, Ordering::SeqCst);
+        drop(self.shared.lock());
         self.shared.wake.notify_all();
         for worker in self.workers.drain(..) {
             // A worker's panic was reported by the section it happened in.
@@ -319,103 +344,138 @@ impl Drop for ThreadTeam {
 
 impl Shared {
     fn new(spin: Duration) -> Self {
-        let state = State {
-            section: 0,
-            job: None,
-            joined: 0,
-            panic: None,
-            stop: false,
-        };
         Self {
-            state: Mutex::new(state),
+            gauge: AtomicU64::new(0),
+            job: UnsafeCell::new(None),
+            stop: AtomicBool::new(false),
+            parked: AtomicUsize::new(0),
+            caller_parked: AtomicBool::new(false),
+            panic: Mutex::new(None),
             wake: Condvar::new(),
             done: Condvar::new(),
-            newest: AtomicU64::new(0),
             spin,
         }
     }
 
     /// No code that can panic runs under the lock, so a poisoned state is a whole state.
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Option<String>> {
+        self.panic.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn gauge(&self) -> Gauge {
+        Gauge(self.gauge.load(Ordering::SeqCst))
+    }
+
+    /// Begins the next section; only one caller at a time, and none while a section is open.
     fn open(&self, job: Job, workers: usize) {
-        let mut state = self.lock();
-        state.section += 1;
-        state.job = Some(job);
-        self.newest.store(state.section, Ordering::Release);
-        drop(state);
-        // The caller takes a task itself, so a section of n tasks needs n − 1 workers at most.
-        if job.tasks > workers {
-            self.wake.notify_all();
-        } else {
-            (1..job.tasks).for_each(|_| self.wake.notify_one());
+        // SAFETY: the gate is closed and everybody has left, so no worker reads the job.
+        unsafe { *self.job.get() = Some(job) };
+        self.gauge
+            .fetch_add(Gauge::SECTION + Gauge::OPEN, Ordering::SeqCst);
+        // A worker counts itself as parked before it looks at the gauge a last time: one of both sees the other.
+        if self.parked.load(Ordering::SeqCst) > 0 {
+            // Whoever looked before the section began waits by the time the lock is free.
+            drop(self.lock());
+            // The caller takes a task itself, so a section of n tasks needs n − 1 workers at most.
+            if job.tasks > workers {
+                self.wake.notify_all();
+            } else {
+                (1..job.tasks).for_each(|_| self.wake.notify_one());
+            }
         }
     }
 
     /// Lets no more workers in, waits for those inside, and returns the first panic.
     fn close(&self) -> Result<(), String> {
-        let mut state = self.lock();
-        state.job = None;
-        while state.joined > 0 {
-            state = self
-                .done
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
+        let before = Gauge(self.gauge.fetch_sub(Gauge::OPEN, Ordering::SeqCst));
+        if before.inside() > 0 && !spin_until(self.spin, || self.gauge().inside() == 0) {
+            let mut state = self.lock();
+            self.caller_parked.store(true, Ordering::SeqCst);
+            while self.gauge().inside() > 0 {
+                state = self
+                    .done
+                    .wait(state)
+                    .unwrap_or_else(PoisonError::into_inner);
+            }
+            self.caller_parked.store(false, Ordering::SeqCst);
         }
-        state.panic.take().map_or(Ok(()), Err)
+        self.lock().take().map_or(Ok(()), Err)
     }
 
     /// The life of a worker.
     fn work(&self, worker: usize) {
         let mut seen = 0;
-        loop {
-            let Some(job) = self.join(&mut seen) else {
-                return;
+        while self.join(&mut seen) {
+            // SAFETY: this worker is counted as inside, so the caller neither writes the job nor leaves `run`, which
+            // keeps both pointees alive, until `leave` has been counted.
+            let outcome = unsafe {
+                (*self.job.get()).map_or(Ok(()), |job| {
+                    claim(&*job.body, &*job.next, job.tasks, worker)
+                })
             };
-            // SAFETY: joining was counted under the lock while the job was open; `run` keeps both pointees alive
-            // until `leave` has been counted.
-            let outcome = unsafe { claim(&*job.body, &*job.next, job.tasks, worker) };
             self.leave(outcome);
         }
     }
 
-    /// Waits for a section not yet seen and joins it; `None` when the team ends.
-    fn join(&self, seen: &mut u64) -> Option<Job> {
-        if !self.spin.is_zero() {
-            let begin = Instant::now();
-            while self.newest.load(Ordering::Acquire) == *seen && begin.elapsed() < self.spin {
-                std::hint::spin_loop();
-            }
-        }
-        let mut state = self.lock();
+    /// Waits for a section not yet seen and joins it; false when the team ends.
+    fn join(&self, seen: &mut u64) -> bool {
         loop {
-            if state.stop {
-                return None;
-            }
-            if state.section != *seen {
-                *seen = state.section;
-                if let Some(job) = state.job {
-                    state.joined += 1;
-                    return Some(job);
+            let new = || self.gauge().section() != *seen || self.stop.load(Ordering::SeqCst);
+            if !new() && !spin_until(self.spin, new) {
+                let mut state = self.lock();
+                self.parked.fetch_add(1, Ordering::SeqCst);
+                while !new() {
+                    state = self
+                        .wake
+                        .wait(state)
+                        .unwrap_or_else(PoisonError::into_inner);
                 }
+                self.parked.fetch_sub(1, Ordering::SeqCst);
             }
-            state = self
-                .wake
-                .wait(state)
-                .unwrap_or_else(PoisonError::into_inner);
+            if self.stop.load(Ordering::SeqCst) {
+                return false;
+            }
+            let gauge = self.gauge();
+            if !gauge.is_open() {
+                *seen = gauge.section();
+            } else if self
+                .gauge
+                .compare_exchange(gauge.0, gauge.0 + 1, Ordering::SeqCst, Ordering::Relaxed)
+                .is_ok()
+            {
+                *seen = gauge.section();
+                return true;
+            }
         }
     }
 
     fn leave(&self, outcome: Result<(), String>) {
-        let mut state = self.lock();
         if let Err(message) = outcome {
-            state.panic.get_or_insert(message);
+            self.lock().get_or_insert(message);
         }
-        state.joined -= 1;
-        if state.joined == 0 {
+        let before = Gauge(self.gauge.fetch_sub(1, Ordering::SeqCst));
+        if before.inside() == 1 && self.caller_parked.load(Ordering::SeqCst) {
+            drop(self.lock());
             self.done.notify_one();
+        }
+    }
+}
+
+/// Whether `condition` came true within `limit`; a limit of zero asks once.
+fn spin_until(limit: Duration, condition: impl Fn() -> bool) -> bool {
+    if limit.is_zero() {
+        return condition();
+    }
+    let begin = Instant::now();
+    loop {
+        if condition() {
+            return true;
+        }
+        if begin.elapsed() >= limit {
+            return false;
+        }
+        for _ in 0..8 {
+            std::hint::spin_loop();
         }
     }
 }

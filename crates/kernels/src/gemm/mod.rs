@@ -2,6 +2,7 @@
 
 mod tile;
 
+use std::cell::RefCell;
 use std::ops::Range;
 
 use crate::error::ensure_shape;
@@ -19,6 +20,11 @@ const TASK_NANOSECONDS: usize = 8_000;
 const TASKS_PER_THREAD: usize = 8;
 /// Most columns of a task with many rows: its part of y stays in cache between blocks of k.
 const TASK_COLS: usize = 256;
+
+thread_local! {
+    /// Memory for the tasks of the thread's next call.
+    static KEPT: RefCell<Vec<Task>> = const { RefCell::new(Vec::new()) };
+}
 
 /// A part of one product.
 struct Task {
@@ -164,8 +170,10 @@ unsafe fn run(team: &ThreadTeam, products: &[Product<'_>]) -> Result<(), KernelE
         .iter()
         .map(|product| nanoseconds(isa, product))
         .sum();
-    let tasks = plan(isa, products, total, team.threads());
-    team.run_worth(total, tasks.len(), |index, _| {
+    let mut tasks = KEPT.take();
+    tasks.clear();
+    plan(isa, products, total, team.threads(), &mut tasks);
+    let result = team.run_worth(total, tasks.len(), |index, _| {
         let task = &tasks[index];
         let product = &products[task.product];
         let (rows, cols) = (task.rows.clone(), task.cols.clone());
@@ -173,17 +181,18 @@ unsafe fn run(team: &ThreadTeam, products: &[Product<'_>]) -> Result<(), KernelE
             // SAFETY: the caller's duty; tasks of a product cover disjoint parts of y.
             unsafe { run_task(isa, product, rows, cols, scratch) }
         });
-    })
+    });
+    KEPT.set(tasks);
+    result
 }
 
 /// Cuts products into tasks. Where it cuts changes no bits.
-fn plan(isa: Isa, products: &[Product<'_>], total: usize, threads: usize) -> Vec<Task> {
+fn plan(isa: Isa, products: &[Product<'_>], total: usize, threads: usize, tasks: &mut Vec<Task>) {
     let budget = if threads == 1 || total < SOLO_NANOSECONDS {
         1
     } else {
         (total / TASK_NANOSECONDS).clamp(threads, threads * TASKS_PER_THREAD)
     };
-    let mut tasks = Vec::new();
     for (index, product) in products.iter().enumerate() {
         let (m, n) = (product.rows, product.w.rows());
         let row_tasks = m.div_ceil(TASK_ROWS);
@@ -206,7 +215,6 @@ fn plan(isa: Isa, products: &[Product<'_>], total: usize, threads: usize) -> Vec
             }
         }
     }
-    tasks
 }
 
 /// A rough time of a product on one core: arithmetic or ten bytes of weights per nanosecond, the slower counts.

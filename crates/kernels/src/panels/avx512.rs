@@ -133,16 +133,13 @@ unsafe fn tile<T: Step, const R: usize, const CHAINS: usize>(
 ///
 /// # Safety
 /// Every column has `count` cells of four bytes, `to` room for as many lines.
-#[expect(
-    clippy::needless_range_loop,
-    reason = "closures would not be inlined with their instruction set"
-)]
 #[inline(always)]
 unsafe fn transpose(columns: [*const u8; 16], count: usize, to: *mut [u32; 16]) {
     let whole = count / 16 * 16;
     // SAFETY: the caller's duty; masked loads do not touch what the mask excludes.
     unsafe {
         for start in (0..whole).step_by(16) {
+            // No closures: they would not be inlined with their instruction set.
             let mut rows = [_mm512_setzero_si512(); 16];
             for i in 0..16 {
                 rows[i] = _mm512_loadu_si512(columns[i].add(start * 4).cast());
@@ -164,7 +161,6 @@ unsafe fn transpose(columns: [*const u8; 16], count: usize, to: *mut [u32; 16]) 
 }
 
 /// The transpose of sixteen by sixteen cells.
-#[expect(clippy::needless_range_loop, reason = "registers are addressed by row")]
 #[inline(always)]
 unsafe fn transposed(rows: [__m512i; 16]) -> [__m512i; 16] {
     // SAFETY: the caller has AVX-512.

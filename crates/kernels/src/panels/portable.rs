@@ -36,13 +36,13 @@ impl Dot for Int8 {
         let mut sums = [[0i32; 16]; R];
         for place in 0..count {
             // SAFETY: the caller grants `count` lines and cells.
-            let (w, x) = unsafe {
-                let w = lines.cast::<[[u8; 4]; 16]>().add(place).read();
-                (w, x.add(place * R).cast::<[[i16; 4]; R]>().read())
-            };
-            for (sums, x) in sums.iter_mut().zip(&x) {
+            let w = unsafe { lines.cast::<[u32; 16]>().add(place).read_unaligned() };
+            for (row, sums) in sums.iter_mut().enumerate() {
+                // SAFETY: as above.
+                let x = unsafe { x.add(place * R + row).read() };
                 for (sum, w) in sums.iter_mut().zip(&w) {
-                    let product = |k: usize| i32::from(x[k]) * i32::from(i16::from(w[k]));
+                    // Factors that fit sixteen bits: compilers know cheaper products for them.
+                    let product = |k: usize| ((w >> (8 * k)) & 0xff) as i32 * i32::from(x[k]);
                     let pairs = (product(0) + product(1)) + (product(2) + product(3));
                     *sum = sum.wrapping_add(pairs);
                 }
@@ -60,7 +60,7 @@ impl Dot for Bf16 {
     type Value = u16;
     type Cell = [f32; 2];
     const K: usize = 2;
-    const ROWS: usize = 2;
+    const ROWS: usize = 1;
 
     #[inline(always)]
     unsafe fn cell(values: *const u16) -> [f32; 2] {
@@ -103,7 +103,7 @@ impl Dot for F32 {
     type Value = f32;
     type Cell = f32;
     const K: usize = 1;
-    const ROWS: usize = 2;
+    const ROWS: usize = 1;
 
     #[inline(always)]
     unsafe fn cell(values: *const f32) -> f32 {

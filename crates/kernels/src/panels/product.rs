@@ -309,13 +309,11 @@ unsafe fn run<'a>(
             };
             let pack = |index: usize| {
                 let part = &plan.packs[index];
-                let packed = packed;
                 // SAFETY: the scratch has room for all rows, tasks pack disjoint tiles; the rest is the caller's duty.
                 unsafe { run_pack(isa, &job(part.job), part.tiles.0..part.tiles.1, packed) };
             };
             let compute = |index: usize| {
                 let part = &plan.parts[index];
-                let packed = packed;
                 // SAFETY: all rows are packed by now, and parts are disjoint; the rest is the caller's duty.
                 unsafe { run_part(isa, &job(part.job), part, packed) };
             };
@@ -328,7 +326,7 @@ unsafe fn run<'a>(
                 });
             }
             if rows * w.cols() < SOLO_VALUES {
-                team.run_solo(plan.packs.len(), &pack)?;
+                team.run_solo(plan.packs.len(), pack)?;
                 return team.run(plan.parts.len(), |task, _| compute(task));
             }
             team.run_two(plan.packs.len(), plan.parts.len(), pack, compute)
