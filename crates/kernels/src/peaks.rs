@@ -29,7 +29,7 @@ const READ_CHUNK: usize = 1 << 19;
 /// Counted work of one call of a loop, in operations.
 type Loop = unsafe fn() -> usize;
 
-/// Bandwidth of reading memory front to back, every thread its own part of a buffer four times as large as the node's
+/// Bandwidth of reading memory in large pages front to back, every thread its own part of a buffer four times as large as the node's
 /// last-level caches (or of `bytes`, to measure a cache), rounded to half a MiB.
 pub fn read_bandwidth(threads: usize, budget: Duration, bytes: Option<usize>) -> Peak {
     let threads = threads.max(1);
@@ -40,10 +40,12 @@ pub fn read_bandwidth(threads: usize, budget: Duration, bytes: Option<usize>) ->
         "64-bit add"
     };
     let giga_per_second = on_threads(threads, budget, || {
-        let data = vec![1u64; length];
+        let data = Numbers::new(length);
         let mut place = 0;
         move || {
-            black_box(sum(black_box(&data[place..place + READ_CHUNK / 8])));
+            black_box(sum(black_box(
+                &data.values()[place..place + READ_CHUNK / 8],
+            )));
             place = (place + READ_CHUNK / 8) % length;
             READ_CHUNK
         }
@@ -52,6 +54,29 @@ pub fn read_bandwidth(threads: usize, budget: Duration, bytes: Option<usize>) ->
         giga_per_second,
         instruction,
         threads,
+    }
+}
+
+/// Numbers in large pages, as weights lie; in small ones where there are none to be had.
+enum Numbers {
+    Large(twinfer_sys::LargePages),
+    Small(Vec<u64>),
+}
+
+impl Numbers {
+    fn new(length: usize) -> Self {
+        let pages = twinfer_sys::LargePages::private(length * 8).map(|mut pages| {
+            pages.as_mut_slice().fill(1);
+            pages
+        });
+        pages.map_or_else(|_| Self::Small(vec![1; length]), Self::Large)
+    }
+
+    fn values(&self) -> &[u64] {
+        match self {
+            Self::Large(pages) => bytemuck::cast_slice(pages.as_slice()),
+            Self::Small(values) => values,
+        }
     }
 }
 

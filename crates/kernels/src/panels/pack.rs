@@ -43,10 +43,15 @@ pub(crate) struct Steps {
 /// All functions: the processor has the instruction set, and `x` has the values named.
 pub(crate) trait Value: Copy + Default {
     unsafe fn steps<S: Simd>(activation: Activation, x: *const f32, length: usize) -> Steps;
-    /// Turns `count` <= CHUNK values into the first entries of `to`, which are behind it of no meaning.
-    unsafe fn chunk<S: Simd>(steps: Steps, x: *const f32, count: usize, to: &mut [Self; CHUNK]);
-    /// Sum of integer values.
-    fn sum(values: &[Self; CHUNK]) -> i32;
+    /// Turns `count` <= CHUNK values into the first entries of `to`, which are behind it of no meaning. Integers are
+    /// added to `sums` by lanes, or returned added if there are fewer than CHUNK.
+    unsafe fn chunk<S: Simd>(
+        steps: Steps,
+        x: *const f32,
+        count: usize,
+        to: &mut [Self; CHUNK],
+        sums: &mut S::V,
+    ) -> i32;
 }
 
 const NO_STEPS: Steps = Steps {
@@ -86,25 +91,37 @@ impl Value for i8 {
     }
 
     #[inline(always)]
-    unsafe fn chunk<S: Simd>(steps: Steps, x: *const f32, count: usize, to: &mut [i8; CHUNK]) {
+    unsafe fn chunk<S: Simd>(
+        steps: Steps,
+        x: *const f32,
+        count: usize,
+        to: &mut [i8; CHUNK],
+        sums: &mut S::V,
+    ) -> i32 {
         // SAFETY: the caller's duty; a whole vector fits wherever it starts below CHUNK.
         unsafe {
             let (divisor, offset) = (S::splat(steps.divisor), S::splat(steps.offset));
             let (lowest, highest) = (S::splat(steps.lowest), S::splat(127.0));
             let magic = S::splat(crate::math::ROUND_MAGIC);
+            let whole = count == CHUNK;
             for place in (0..count).step_by(S::LANES) {
-                let v = S::div(load_padded::<S>(x, place, count, 0.0), divisor);
-                let v = S::larger(S::add(v, offset), lowest);
-                let v = S::smaller(v, highest);
-                S::store_i8(to.as_mut_ptr().add(place), S::sub(S::add(v, magic), magic));
+                let v = if whole {
+                    S::load(x.add(place))
+                } else {
+                    load_padded::<S>(x, place, count, 0.0)
+                };
+                let v = S::larger(S::add(S::div(v, divisor), offset), lowest);
+                let v = S::sub(S::add(S::smaller(v, highest), magic), magic);
+                S::store_i8(to.as_mut_ptr().add(place), v);
+                if whole {
+                    *sums = S::add(*sums, v);
+                }
+            }
+            if whole {
+                return 0;
             }
         }
-    }
-
-    #[inline(always)]
-    fn sum(values: &[i8; CHUNK]) -> i32 {
-        // Sixteen-bit sums of 64 values cannot overflow.
-        i32::from(values.iter().map(|&value| i16::from(value)).sum::<i16>())
+        to[..count].iter().map(|&value| i32::from(value)).sum()
     }
 }
 
@@ -115,7 +132,13 @@ impl Value for u16 {
     }
 
     #[inline(always)]
-    unsafe fn chunk<S: Simd>(_steps: Steps, x: *const f32, count: usize, to: &mut [u16; CHUNK]) {
+    unsafe fn chunk<S: Simd>(
+        _steps: Steps,
+        x: *const f32,
+        count: usize,
+        to: &mut [u16; CHUNK],
+        _sums: &mut S::V,
+    ) -> i32 {
         for place in (0..count).step_by(S::LANES) {
             // SAFETY: as above.
             unsafe {
@@ -123,10 +146,6 @@ impl Value for u16 {
                 S::store_bf16(to.as_mut_ptr().add(place), S::without_small(v, SMALLEST));
             }
         }
-    }
-
-    #[inline(always)]
-    fn sum(_values: &[u16; CHUNK]) -> i32 {
         0
     }
 }
@@ -138,7 +157,13 @@ impl Value for f32 {
     }
 
     #[inline(always)]
-    unsafe fn chunk<S: Simd>(_steps: Steps, x: *const f32, count: usize, to: &mut [f32; CHUNK]) {
+    unsafe fn chunk<S: Simd>(
+        _steps: Steps,
+        x: *const f32,
+        count: usize,
+        to: &mut [f32; CHUNK],
+        _sums: &mut S::V,
+    ) -> i32 {
         for place in (0..count).step_by(S::LANES) {
             // SAFETY: as above.
             unsafe {
@@ -148,10 +173,6 @@ impl Value for f32 {
                 );
             }
         }
-    }
-
-    #[inline(always)]
-    fn sum(_values: &[f32; CHUNK]) -> i32 {
         0
     }
 }
@@ -199,19 +220,26 @@ where
     unsafe {
         let steps = D::Value::steps::<D::S>(activation, x, length);
         let mut sum = 0i32;
+        let mut sums = D::S::splat(0.0);
         let mut values = [D::Value::default(); CHUNK];
         let mut to = to;
         for start in (0..length).step_by(CHUNK) {
             let count = CHUNK.min(length - start);
-            D::Value::chunk::<D::S>(steps, x.add(start), count, &mut values);
+            let rest = D::Value::chunk::<D::S>(steps, x.add(start), count, &mut values, &mut sums);
             if count < CHUNK {
+                sum = rest;
                 values[count..].fill(D::Value::default());
             }
-            sum = sum.wrapping_add(D::Value::sum(&values));
             for cell in 0..count.div_ceil(D::K) {
                 to.write(D::cell(values.as_ptr().add(cell * D::K)));
                 to = to.wrapping_add(stride);
             }
+        }
+        // Every lane is a whole number below 2^24 in magnitude, for any k below 2^21.
+        let mut lanes = [0.0f32; LANES];
+        D::S::store(lanes.as_mut_ptr(), sums);
+        for lane in lanes {
+            sum = sum.wrapping_add(lane as i32);
         }
         RowState {
             scale: steps.scale,
@@ -237,9 +265,10 @@ unsafe fn quantize<S: Simd>(
     unsafe {
         let steps = i8::steps::<S>(activation, x, length);
         let mut values = [0; CHUNK];
+        let mut sums = S::splat(0.0);
         for start in (0..length).step_by(CHUNK) {
             let count = CHUNK.min(length - start);
-            i8::chunk::<S>(steps, x.add(start), count, &mut values);
+            i8::chunk::<S>(steps, x.add(start), count, &mut values, &mut sums);
             to.add(start)
                 .copy_from_nonoverlapping(values.as_ptr(), count);
         }

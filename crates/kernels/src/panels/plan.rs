@@ -13,16 +13,22 @@ const TASK_NANOSECONDS: usize = 8_000;
 /// Packed bytes of a task's rows: they stay in the second-level cache while panels go by.
 const TASK_BYTES: usize = 384 << 10;
 /// Values of x that are packed in one task.
-const PACK_VALUES: usize = 1 << 13;
+const PACK_VALUES: usize = 1 << 12;
 /// With fewer values the calling thread packs them before the section begins: that is sooner done than a phase.
-pub(super) const SOLO_VALUES: usize = 1 << 13;
+pub(super) const SOLO_VALUES: usize = 1 << 12;
+
+/// Some rows of a product to pack.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Pack {
+    pub(super) job: usize,
+    pub(super) rows: (usize, usize),
+}
 
 /// Tasks of a call; the memory is kept for the thread's next call.
 #[derive(Debug, Default)]
 pub(super) struct Plan {
     pub(super) parts: Vec<Part>,
-    /// Tiles to pack; panels mean nothing.
-    pub(super) packs: Vec<Part>,
+    pub(super) packs: Vec<Pack>,
     /// A rough time of all on one core.
     pub(super) nanoseconds: usize,
 }
@@ -86,12 +92,11 @@ impl Plan {
                 });
             }
         }
-        let step = (PACK_VALUES / (tile_rows * k)).max(1);
-        for tile in (0..tiles).step_by(step) {
-            self.packs.push(Part {
+        let step = (PACK_VALUES / k).max(1);
+        for row in (0..job.rows).step_by(step) {
+            self.packs.push(Pack {
                 job: index,
-                tiles: (tile, tiles.min(tile + step)),
-                panels: (0, 0),
+                rows: (row, job.rows.min(row + step)),
             });
         }
     }

@@ -308,9 +308,9 @@ unsafe fn run<'a>(
                 states: cells.wrapping_add(cell_values).cast(),
             };
             let pack = |index: usize| {
-                let part = &plan.packs[index];
-                // SAFETY: the scratch has room for all rows, tasks pack disjoint tiles; the rest is the caller's duty.
-                unsafe { run_pack(isa, &job(part.job), part.tiles.0..part.tiles.1, packed) };
+                let pack = &plan.packs[index];
+                // SAFETY: the scratch has room for all rows, tasks pack disjoint ones; the rest is the caller's duty.
+                unsafe { run_pack(isa, &job(pack.job), pack.rows.0..pack.rows.1, packed) };
             };
             let compute = |index: usize| {
                 let part = &plan.parts[index];

@@ -74,8 +74,8 @@ panel_kernel! {
     pub(crate) fn run_shape = shape(format: Format, out: &mut Shape)
 }
 panel_kernel! {
-    /// Packs the rows of some tiles of a product.
-    pub(crate) fn run_pack = pack_tiles(job: &Job<'_>, tiles: Range<usize>, packed: Packed)
+    /// Packs some rows of a product.
+    pub(crate) fn run_pack = pack_rows(job: &Job<'_>, rows: Range<usize>, packed: Packed)
 }
 panel_kernel! {
     /// Computes a part of a product from packed rows.
@@ -109,53 +109,48 @@ pub(crate) fn tile_rows(rows: usize, tiles: usize, tile: usize) -> Range<usize> 
 }
 
 /// # Safety
-/// The job's pointers are valid for its shape, `packed` has room for its rows, and no other thread packs these tiles.
+/// The job's pointers are valid for its shape, `packed` has room for its rows, and no other thread packs these rows.
 #[inline(always)]
-unsafe fn pack_tiles<L: Level>(job: &Job<'_>, tiles: Range<usize>, packed: Packed) {
+unsafe fn pack_rows<L: Level>(job: &Job<'_>, rows: Range<usize>, packed: Packed) {
     // SAFETY: the caller's duty.
     unsafe {
         match job.w.format() {
-            Format::Int8(activation) => pack_of::<L::Int8>(job, activation, tiles, packed),
-            _ => pack_of::<L::Bf16>(job, Activation::PerToken, tiles, packed),
+            Format::Int8(activation) => pack_of::<L::Int8>(job, activation, rows, packed),
+            _ => pack_of::<L::Bf16>(job, Activation::PerToken, rows, packed),
         }
     }
 }
 
 #[inline(always)]
-unsafe fn pack_of<D: Dot>(
-    job: &Job<'_>,
-    activation: Activation,
-    tiles: Range<usize>,
-    packed: Packed,
-) where
+unsafe fn pack_of<D: Dot>(job: &Job<'_>, activation: Activation, rows: Range<usize>, packed: Packed)
+where
     D::Value: Value,
 {
     let k = job.w.cols();
     let lines = k.div_ceil(D::K);
     let count = job.rows.div_ceil(D::ROWS.min(MAX_ROWS));
-    for tile in tiles {
-        let rows = tile_rows(job.rows, count, tile);
+    for row in rows {
+        // The tile whose rows, by `tile_rows`, hold this one.
+        let tile = tile_rows(job.rows, count, ((row + 1) * count - 1) / job.rows);
+        let source = match job.source {
+            Some(source) => source[row] as usize,
+            None => row,
+        };
         // SAFETY: the caller's duty; a tile's cells lie behind those of all rows before it.
         unsafe {
             let cells = packed
                 .cells
                 .cast::<D::Cell>()
-                .add((job.first + rows.start) * lines);
-            for (place, row) in rows.clone().enumerate() {
-                let source = match job.source {
-                    Some(source) => source[row] as usize,
-                    None => row,
-                };
-                let x = job.x.add(source * job.x_stride);
-                let state = pack_row::<D>(activation, x, k, cells.add(place), rows.len());
-                packed.states.add(job.first + row).write(state);
-            }
+                .add((job.first + tile.start) * lines + (row - tile.start));
+            let x = job.x.add(source * job.x_stride);
+            let state = pack_row::<D>(activation, x, k, cells, tile.len());
+            packed.states.add(job.first + row).write(state);
         }
     }
 }
 
 /// # Safety
-/// As for [`pack_tiles`], with all rows of the job packed, and no other thread writes the part's results.
+/// As for [`pack_rows`], with all rows of the job packed, and no other thread writes the part's results.
 #[inline(always)]
 unsafe fn compute_part<L: Level>(job: &Job<'_>, part: &Part, packed: Packed) {
     // SAFETY: the caller's duty.
