@@ -2,6 +2,8 @@
 //!
 //! These functions say which bits a kernel must give. Arguments are trusted: lengths that do not fit panic.
 
+pub mod int4;
+
 use crate::math::{exp, silu};
 use crate::{DType, GqaParams, GqaSeq, HeadRows, K_BLOCK, Matrix, MlaParams, MlaSeq, TILE};
 
