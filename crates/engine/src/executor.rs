@@ -34,6 +34,10 @@ impl CpuExecutor {
         vocab_size: usize,
         max_context: usize,
     ) -> Self {
+        // A sequence's blocks are listed in every step, more of them as it grows.
+        let blocks = arena.num_blocks() as usize;
+        let mut scratch = Scratch::default();
+        scratch.attention.units.reserve(blocks);
         Self {
             model,
             team,
@@ -41,10 +45,10 @@ impl CpuExecutor {
             geometry,
             vocab_size,
             max_context,
-            scratch: Scratch::default(),
+            scratch,
             spans: Vec::new(),
             drafting: DraftScratch::default(),
-            kv_buffers: KvBuffers::default(),
+            kv_buffers: KvBuffers::with_room(blocks),
             progress: Arc::default(),
             probe: None,
         }

@@ -244,9 +244,8 @@ impl TensorSpecs {
             return false;
         };
         let mtp = (self.layers..self.layers + self.mtp_layers).contains(&layer);
-        (mtp && !self.with_mtp)
-            || (mtp && (tail.starts_with("embed_tokens.") || tail.starts_with("shared_head.head.")))
-            || tail == "self_attn.rotary_emb.inv_freq"
+        let copy = tail.starts_with("embed_tokens.") || tail.starts_with("shared_head.head.");
+        (mtp && (!self.with_mtp || copy)) || tail == "self_attn.rotary_emb.inv_freq"
     }
 
     /// What shows that `num_hidden_layers` or `num_nextn_predict_layers` is not that of the files: a

@@ -51,14 +51,14 @@ pub(crate) struct Layer {
 
 #[derive(Debug)]
 pub(crate) enum Attention {
-    Gqa(Gqa),
+    Gqa(Box<Gqa>),
     Mla(Box<Mla>),
 }
 
 #[derive(Debug)]
 pub(crate) enum Mlp {
     Dense(Ffn),
-    Moe(Moe),
+    Moe(Box<Moe>),
 }
 
 /// Grouped-query attention of a layer, as `config` says.
@@ -66,15 +66,13 @@ pub(super) fn gqa(
     config: &ModelConfig,
     builder: &Builder<'_>,
     path: &str,
-) -> Result<Gqa, ModelError> {
+) -> Result<Attention, ModelError> {
     match &config.attention {
-        AttentionConfig::Gqa(gqa) => Gqa::build(
-            gqa,
-            builder,
-            path,
-            config.rms_norm_eps,
-            config.softmax_scale(),
-        ),
+        AttentionConfig::Gqa(gqa) => {
+            let (epsilon, scale) = (config.rms_norm_eps, config.softmax_scale());
+            let gqa = Gqa::build(gqa, builder, path, epsilon, scale)?;
+            Ok(Attention::Gqa(Box::new(gqa)))
+        }
         AttentionConfig::Mla(_) => Err(mismatch(config)),
     }
 }

@@ -34,7 +34,10 @@ pub(super) fn layer(
         post_norm: builder.norm(&name("post_attention_layernorm"), epsilon)?,
         mlp: match experts {
             None => Mlp::Dense(Ffn::build(builder, &name("mlp"), USUAL_NAMES)?),
-            Some(moe) => Mlp::Moe(Moe::build(moe, builder, &name("mlp"), USUAL_NAMES)?),
+            Some(moe) => {
+                let moe = Moe::build(moe, builder, &name("mlp"), USUAL_NAMES)?;
+                Mlp::Moe(Box::new(moe))
+            }
         },
     })
 }

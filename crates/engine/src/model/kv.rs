@@ -25,6 +25,17 @@ pub(crate) struct KvBuffers {
     seqs: Vec<SeqKv>,
 }
 
+impl KvBuffers {
+    /// For up to `blocks` blocks, so that sequences can grow without new memory.
+    pub(crate) fn with_room(blocks: usize) -> Self {
+        Self {
+            reads: Vec::with_capacity(blocks),
+            writes: Vec::new(),
+            seqs: Vec::new(),
+        }
+    }
+}
+
 struct SeqKv {
     /// Of the blocks borrowed for reading; they hold the positions before those of `writes`.
     reads: Range<usize>,

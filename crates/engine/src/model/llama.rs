@@ -5,7 +5,7 @@
 //! (up), `w2` (down), its router takes the softmax of the chosen experts' logits.
 
 use super::Builder;
-use super::decoder::{Attention, Layer, Mlp, gqa};
+use super::decoder::{Layer, Mlp, gqa};
 use super::ffn::{Ffn, FfnNames, USUAL_NAMES};
 use super::moe::Moe;
 use crate::ModelError;
@@ -26,16 +26,16 @@ pub(super) fn layer(
     let epsilon = config.rms_norm_eps;
     Ok(Layer {
         input_norm: builder.norm(&name("input_layernorm"), epsilon)?,
-        attention: Attention::Gqa(gqa(config, builder, &name("self_attn"))?),
+        attention: gqa(config, builder, &name("self_attn"))?,
         post_norm: builder.norm(&name("post_attention_layernorm"), epsilon)?,
         mlp: match &config.moe {
             None => Mlp::Dense(Ffn::build(builder, &name("mlp"), USUAL_NAMES)?),
-            Some(moe) => Mlp::Moe(Moe::build(
+            Some(moe) => Mlp::Moe(Box::new(Moe::build(
                 moe,
                 builder,
                 &name("block_sparse_moe"),
                 MIXTRAL_NAMES,
-            )?),
+            )?)),
         },
     })
 }

@@ -4,7 +4,7 @@
 //! it rotates; Qwen3-MoE has experts in place of the network, without shared ones.
 
 use super::Builder;
-use super::decoder::{Attention, Layer, Mlp, gqa};
+use super::decoder::{Layer, Mlp, gqa};
 use super::ffn::{Ffn, USUAL_NAMES};
 use super::moe::Moe;
 use crate::ModelError;
@@ -20,11 +20,14 @@ pub(super) fn layer(
     let experts = config.moe.as_ref().filter(|_| config.is_moe(index));
     Ok(Layer {
         input_norm: builder.norm(&name("input_layernorm"), epsilon)?,
-        attention: Attention::Gqa(gqa(config, builder, &name("self_attn"))?),
+        attention: gqa(config, builder, &name("self_attn"))?,
         post_norm: builder.norm(&name("post_attention_layernorm"), epsilon)?,
         mlp: match experts {
             None => Mlp::Dense(Ffn::build(builder, &name("mlp"), USUAL_NAMES)?),
-            Some(moe) => Mlp::Moe(Moe::build(moe, builder, &name("mlp"), USUAL_NAMES)?),
+            Some(moe) => {
+                let moe = Moe::build(moe, builder, &name("mlp"), USUAL_NAMES)?;
+                Mlp::Moe(Box::new(moe))
+            }
         },
     })
 }

@@ -266,7 +266,5 @@ impl Scheme {
 pub(super) fn telltale(name: &str, linear: impl Fn(&str) -> bool) -> bool {
     TELLTALES.iter().any(|end| name.ends_with(end))
         || name.to_ascii_lowercase().contains("rotation")
-        || name
-            .strip_suffix(".bias")
-            .is_some_and(|module| linear(module))
+        || name.strip_suffix(".bias").is_some_and(linear)
 }
