@@ -1,5 +1,6 @@
 //! A step in which nothing begins or ends allocates nothing, beside what the model itself does.
 //! A test target of its own, because it counts with an allocator of its own.
+#![cfg(test)]
 
 use std::sync::Arc;
 use twinfer_engine::testing::{ScriptedExecutor, ScriptedShape, byte_tokenizer};

@@ -69,7 +69,7 @@ impl AttentionConfig {
     /// Values of a token's buffers in a step.
     pub(super) fn workspace_values(&self) -> usize {
         match self {
-            Self::Gqa(gqa) => 2 * (gqa.heads + 2 * gqa.kv_heads) * gqa.head_dim + gqa.head_dim,
+            Self::Gqa(gqa) => (3 * gqa.heads + 4 * gqa.kv_heads + 1) * gqa.head_dim,
             Self::Mla(mla) => {
                 mla.heads
                     * (mla.qk_nope_head_dim

@@ -155,13 +155,15 @@ impl KvShape {
 impl ModelConfig {
     /// Bytes of the buffers of a step of `tokens` tokens and `seqs` sequences with logits, f32.
     pub fn workspace_bytes(&self, tokens: usize, seqs: usize) -> u64 {
+        // Known outputs and pairs for the MTP layer.
+        let drafting = if self.mtp_layers > 0 { 3 } else { 0 };
         let moe = self.moe.as_ref();
         let attention = self.attention.workspace_values();
         let shared = moe.map_or(0, |moe| moe.shared * moe.intermediate);
         let dense = 3 * self.intermediate_size.unwrap_or(0).max(shared);
         let experts = moe.map_or(0, |moe| moe.workspace_values(self.hidden_size));
-        let per_token = (4 * self.hidden_size + attention + dense + experts) as u64;
-        let per_seq = (2 * self.hidden_size + self.vocab_size) as u64;
+        let per_token = ((4 + drafting) * self.hidden_size + attention + dense + experts) as u64;
+        let per_seq = (3 * self.hidden_size + 2 * self.vocab_size) as u64;
         4 * (per_token.saturating_mul(tokens as u64) + per_seq.saturating_mul(seqs as u64))
     }
 }
