@@ -1,0 +1,305 @@
+//! One answer, whatever the engine does to be fast: real processes with the demo model, which has an MTP
+//! layer.
+
+use serde_json::{Value, json};
+use std::time::Duration;
+use twinfer_it::{Client, Cluster, ClusterOptions, Instance, completion_body, demo_model};
+
+const IDLE: Duration = Duration::from_secs(10);
+
+fn prompt(number: u32, len: usize) -> Vec<u32> {
+    (0..len as u32)
+        .map(|i| 6 + (i * i * 7 + i * 37 + number * 101) % 1500)
+        .collect()
+}
+
+/// Prompts of which some begin alike, greedy and sampled, with log-probabilities.
+fn bodies() -> Vec<Value> {
+    let lens = [1, 15, 16, 17, 33, 64, 100, 31, 48, 150];
+    lens.iter()
+        .enumerate()
+        .map(|(i, &len)| {
+            let mut body = completion_body(prompt(i as u32 / 4, len), 40);
+            body["return_token_ids"] = json!(true);
+            body["ignore_eos"] = json!(i % 3 != 0);
+            body["logprobs"] = json!(2);
+            body["temperature"] = json!(if i % 2 == 0 { 0.0 } else { 0.9 });
+            body["seed"] = json!(i);
+            body
+        })
+        .collect()
+}
+
+async fn complete(client: &Client, body: &Value) -> Value {
+    let answer = client
+        .post("/v1/completions", body)
+        .await
+        .expect("an answer");
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    answer.json()
+}
+
+/// What must be the same: text, tokens, log-probabilities, reasons.
+async fn answers(client: &Client) -> Vec<Value> {
+    let mut all = Vec::new();
+    for body in bodies() {
+        let answer = complete(client, &body).await;
+        assert_eq!(
+            answer["usage"]["completion_tokens"]
+                .as_u64()
+                .map(|n| n as usize),
+            answer["choices"][0]["token_ids"].as_array().map(Vec::len)
+        );
+        all.push(answer["choices"].clone());
+    }
+    all
+}
+
+/// The same at once instead of one after the other.
+async fn together(client: &Client) -> Vec<Value> {
+    let all = bodies().into_iter().map(|body| {
+        let client = client.clone();
+        async move { complete(&client, &body).await["choices"].clone() }
+    });
+    let tasks: Vec<_> = all.map(tokio::spawn).collect();
+    let mut answers = Vec::new();
+    for task in tasks {
+        answers.push(task.await.expect("an answer"));
+    }
+    answers
+}
+
+async fn serve(arguments: &[&str]) -> Instance {
+    let mut instance = Instance::serve(&demo_model(), arguments, &[]);
+    instance.ready().await;
+    instance
+}
+
+/// C4.5, C4.8: cache cold and hot, drafts 0, 1, 3, 5, together and apart.
+#[tokio::test]
+async fn neither_cache_nor_drafts_nor_handoff_change_an_answer() {
+    let plain = serve(&["--no-enable-prefix-caching"]).await;
+    let reference = answers(&plain.client()).await;
+    for drafts in ["0", "1", "3", "5"] {
+        let arguments = [
+            "--num-speculative-tokens",
+            drafts,
+            "--max-num-batched-tokens",
+            "48",
+        ];
+        let instance = serve(&arguments).await;
+        let client = instance.client();
+        assert_eq!(answers(&client).await, reference, "{drafts} drafts, cold");
+        assert_eq!(
+            together(&client).await,
+            reference,
+            "{drafts} drafts, hot and together"
+        );
+        instance.kv_idle(IDLE).await;
+        let metrics = instance.metrics().await;
+        assert!(metrics.sum("vllm:prefix_cache_hits_total", &[]) > 0.0);
+        let drafted = metrics.sum("vllm:spec_decode_num_draft_tokens_total", &[]);
+        let accepted = metrics.sum("vllm:spec_decode_num_accepted_tokens_total", &[]);
+        assert_eq!(drafted > 0.0, drafts != "0");
+        assert!(accepted <= drafted);
+    }
+    for drafts in ["0", "3"] {
+        let options = ClusterOptions {
+            serve: ["--num-speculative-tokens", drafts]
+                .map(String::from)
+                .to_vec(),
+            ..ClusterOptions::default()
+        };
+        let cluster = Cluster::start(&options).await;
+        let client = cluster.client();
+        assert_eq!(
+            answers(&client).await,
+            reference,
+            "1P1D, {drafts} drafts, cold"
+        );
+        assert_eq!(
+            together(&client).await,
+            reference,
+            "1P1D, {drafts} drafts, hot"
+        );
+        cluster.kv_idle(IDLE).await;
+        let prefill = cluster.prefill[0].metrics().await;
+        assert!(prefill.sum("vllm:prefix_cache_hits_total", &[]) > 0.0);
+        let decode = cluster.decode[0].metrics().await;
+        assert_eq!(
+            decode.sum("vllm:spec_decode_num_drafts_total", &[]) > 0.0,
+            drafts != "0"
+        );
+        assert_eq!(decode.sum("twinfer_kv_load_failures_total", &[]), 0.0);
+    }
+}
+
+/// The MTP layer's KV is part of what is handed over: instances with and without it exchange none.
+#[tokio::test]
+async fn an_instance_that_drafts_takes_no_kv_from_one_that_does_not() {
+    let prefill = serve(&["--role", "prefill", "--kv-lease", "2"]).await;
+    let decode = serve(&["--role", "decode", "--num-speculative-tokens", "1"]).await;
+    let mut body = completion_body(prompt(0, 40), 1);
+    body["kv_transfer_params"] = json!({"do_remote_decode": true, "do_remote_prefill": false});
+    let handle = complete(&prefill.client(), &body).await["kv_transfer_params"].clone();
+    assert_eq!(handle["do_remote_prefill"], json!(true), "{handle}");
+    let mut body = completion_body(prompt(0, 40), 4);
+    body["kv_transfer_params"] = handle;
+    let answer = decode
+        .client()
+        .post("/v1/completions", &body)
+        .await
+        .expect("an answer");
+    assert!(answer.status >= 400, "{}", answer.text());
+    assert!(answer.text().contains("fingerprint"), "{}", answer.text());
+    prefill.kv_idle(IDLE).await;
+    decode.kv_idle(IDLE).await;
+}
+
+/// C4.4: prompts around the context.
+#[tokio::test]
+async fn prompts_around_the_context_are_taken_or_refused_with_the_numbers() {
+    const CONTEXT: usize = 64;
+    let arguments = ["--max-model-len", "64", "--num-speculative-tokens", "3"];
+    let instance = serve(&arguments).await;
+    let client = instance.client();
+    let ask = async |len: usize, max_tokens: Value| {
+        let mut body = completion_body(prompt(1, len), 1);
+        body["max_tokens"] = max_tokens;
+        body["ignore_eos"] = json!(true);
+        client
+            .post("/v1/completions", &body)
+            .await
+            .expect("an answer")
+    };
+    for max_tokens in [Value::Null, json!(1)] {
+        let answer = ask(CONTEXT - 1, max_tokens).await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
+        let answer = answer.json();
+        assert_eq!(answer["usage"]["completion_tokens"], 1);
+        assert_eq!(answer["choices"][0]["finish_reason"], "length");
+    }
+    for (len, max_tokens) in [
+        (CONTEXT, json!(1)),
+        (CONTEXT + 1, Value::Null),
+        (10 * CONTEXT, json!(5)),
+        (CONTEXT - 1, json!(5)),
+    ] {
+        let answer = ask(len, max_tokens).await;
+        assert_eq!(answer.status, 400);
+        let text = answer.text();
+        assert!(
+            text.contains("64") && text.contains(&len.to_string()),
+            "{text}"
+        );
+        let fine = ask(8, json!(5)).await;
+        assert_eq!(fine.json()["usage"]["completion_tokens"], 5);
+    }
+    // The longest output that fits.
+    let answer = ask(1, json!(CONTEXT - 1)).await.json();
+    assert_eq!(answer["usage"]["completion_tokens"], CONTEXT - 1);
+    instance.kv_idle(IDLE).await;
+}
+
+/// C4.13: many at once with a small budget, alone, and after a restart.
+#[tokio::test]
+async fn sixty_four_requests_at_once_get_their_own_answers_and_the_same_after_a_restart() {
+    let arguments = ["--max-num-batched-tokens", "16", "--max-num-seqs", "16"];
+    let ask = |i: u32, seed: Option<u32>| {
+        let mut body = completion_body(prompt(i, 9), i);
+        body["return_token_ids"] = json!(true);
+        body["ignore_eos"] = json!(true);
+        body["temperature"] = json!(if seed.is_some() { 1.0 } else { 0.0 });
+        body["seed"] = json!(seed);
+        body
+    };
+    let run = async |client: &Client, seed: Option<u32>| {
+        let tasks: Vec<_> = (1..=64)
+            .map(|i| {
+                let (client, body) = (client.clone(), ask(i, seed.map(|seed| seed + i)));
+                tokio::spawn(async move { complete(&client, &body).await })
+            })
+            .collect();
+        let mut all = Vec::new();
+        for (task, i) in tasks.into_iter().zip(1..) {
+            let answer = task.await.expect("an answer");
+            assert_eq!(answer["usage"]["completion_tokens"], i);
+            all.push(answer["choices"][0]["token_ids"].clone());
+        }
+        all
+    };
+    let mut instance = serve(&arguments).await;
+    let client = instance.client();
+    let (greedy, seeded) = (run(&client, None).await, run(&client, Some(0)).await);
+    assert_ne!(
+        run(&client, Some(500)).await,
+        seeded,
+        "other seeds, other texts"
+    );
+    instance.restart();
+    instance.ready().await;
+    let client = instance.client();
+    assert_eq!(run(&client, Some(0)).await, seeded);
+    for i in (1..=64u32).step_by(9) {
+        let alone = complete(&client, &ask(i, None)).await;
+        assert_eq!(alone["choices"][0]["token_ids"], greedy[i as usize - 1]);
+    }
+    instance.kv_idle(IDLE).await;
+}
+
+/// C4.10, C4.11: a pool of one and a half requests, and requests that can never fit.
+#[tokio::test]
+async fn requests_that_take_turns_for_the_pool_end_as_if_they_had_it_alone() {
+    let roomy = serve(&[]).await;
+    let tight = serve(&[
+        "--kv-cache-memory",
+        "224KiB",
+        "--num-speculative-tokens",
+        "2",
+    ])
+    .await;
+    let blocks = tight
+        .metrics()
+        .await
+        .sum("twinfer_kv_blocks", &["state=\"total\""]) as usize;
+    let output = blocks * 16 * 2 / 3 - 40;
+    let body = |i: u32| {
+        let mut body = completion_body(prompt(i, 40), output as u32);
+        body["return_token_ids"] = json!(true);
+        body["ignore_eos"] = json!(true);
+        body["logprobs"] = json!(1);
+        body
+    };
+    let impossible = completion_body(prompt(9, blocks * 16 + 1), 1);
+    let tasks: Vec<_> = (0..8)
+        .map(|i| {
+            let (client, body) = (tight.client(), body(i));
+            tokio::spawn(async move { complete(&client, &body).await })
+        })
+        .collect();
+    for _ in 0..20 {
+        let refused = tight
+            .client()
+            .post("/v1/completions", &impossible)
+            .await
+            .expect("an answer");
+        assert_eq!(refused.status, 400);
+        assert!(
+            refused.text().contains(&(blocks * 16 + 1).to_string()),
+            "{}",
+            refused.text()
+        );
+    }
+    for (task, i) in tasks.into_iter().zip(0..) {
+        let answer = task.await.expect("an answer");
+        let alone = complete(&roomy.client(), &body(i)).await;
+        assert_eq!(answer["choices"], alone["choices"], "request {i}");
+    }
+    let preemptions = tight.metrics().await.sum("vllm:num_preemptions_total", &[]);
+    assert!(
+        preemptions > 0.0,
+        "the pool was meant to run dry: {blocks} blocks"
+    );
+    assert!(preemptions <= 8.0 * 10.0, "{preemptions}");
+    tight.kv_idle(IDLE).await;
+}
