@@ -3,6 +3,7 @@
 
 use serde_json::{Value, json};
 use std::time::Duration;
+use tokio::task::JoinSet;
 use twinfer_it::{Client, Cluster, ClusterOptions, Instance, completion_body, demo_model};
 
 const IDLE: Duration = Duration::from_secs(10);
@@ -55,18 +56,29 @@ async fn answers(client: &Client) -> Vec<Value> {
     all
 }
 
+/// Sends all at once; [`collect`] waits for the answers.
+fn send(client: &Client, bodies: impl IntoIterator<Item = Value>) -> JoinSet<(usize, Value)> {
+    let mut tasks = JoinSet::new();
+    for (place, body) in bodies.into_iter().enumerate() {
+        let client = client.clone();
+        tasks.spawn(async move { (place, complete(&client, &body).await) });
+    }
+    tasks
+}
+
+async fn collect(tasks: JoinSet<(usize, Value)>) -> Vec<Value> {
+    let mut answers = tasks.join_all().await;
+    answers.sort_by_key(|(place, _)| *place);
+    answers.into_iter().map(|(_, answer)| answer).collect()
+}
+
 /// The same at once instead of one after the other.
 async fn together(client: &Client) -> Vec<Value> {
-    let all = bodies().into_iter().map(|body| {
-        let client = client.clone();
-        async move { complete(&client, &body).await["choices"].clone() }
-    });
-    let tasks: Vec<_> = all.map(tokio::spawn).collect();
-    let mut answers = Vec::new();
-    for task in tasks {
-        answers.push(task.await.expect("an answer"));
-    }
+    let answers = collect(send(client, bodies())).await;
     answers
+        .iter()
+        .map(|answer| answer["choices"].clone())
+        .collect()
 }
 
 async fn serve(arguments: &[&str]) -> Instance {
@@ -214,15 +226,9 @@ async fn sixty_four_requests_at_once_get_their_own_answers_and_the_same_after_a_
         body
     };
     let run = async |client: &Client, seed: Option<u32>| {
-        let tasks: Vec<_> = (1..=64)
-            .map(|i| {
-                let (client, body) = (client.clone(), ask(i, seed.map(|seed| seed + i)));
-                tokio::spawn(async move { complete(&client, &body).await })
-            })
-            .collect();
+        let bodies = (1..=64).map(|i| ask(i, seed.map(|seed| seed + i)));
         let mut all = Vec::new();
-        for (task, i) in tasks.into_iter().zip(1..) {
-            let answer = task.await.expect("an answer");
+        for (answer, i) in collect(send(client, bodies)).await.iter().zip(1..) {
             assert_eq!(answer["usage"]["completion_tokens"], i);
             all.push(answer["choices"][0]["token_ids"].clone());
         }
@@ -271,12 +277,7 @@ async fn requests_that_take_turns_for_the_pool_end_as_if_they_had_it_alone() {
         body
     };
     let impossible = completion_body(prompt(9, blocks * 16 + 1), 1);
-    let tasks: Vec<_> = (0..8)
-        .map(|i| {
-            let (client, body) = (tight.client(), body(i));
-            tokio::spawn(async move { complete(&client, &body).await })
-        })
-        .collect();
+    let tasks = send(&tight.client(), (0..8).map(body));
     for _ in 0..20 {
         let refused = tight
             .client()
@@ -290,8 +291,7 @@ async fn requests_that_take_turns_for_the_pool_end_as_if_they_had_it_alone() {
             refused.text()
         );
     }
-    for (task, i) in tasks.into_iter().zip(0..) {
-        let answer = task.await.expect("an answer");
+    for (answer, i) in collect(tasks).await.iter().zip(0..) {
         let alone = complete(&roomy.client(), &body(i)).await;
         assert_eq!(answer["choices"], alone["choices"], "request {i}");
     }
