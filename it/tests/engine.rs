@@ -303,3 +303,85 @@ async fn requests_that_take_turns_for_the_pool_end_as_if_they_had_it_alone() {
     assert!(preemptions <= 8.0 * 10.0, "{preemptions}");
     tight.kv_idle(IDLE).await;
 }
+
+/// Most memory that the process has had, in MiB.
+fn peak_mib(pid: u32) -> f64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a status");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let number = line.and_then(|line| line.trim().strip_suffix("kB"));
+    number
+        .expect("VmHWM")
+        .trim()
+        .parse::<f64>()
+        .expect("a number")
+        / 1024.0
+}
+
+/// C9.8: absurd numbers and sizes are refused; memory does not follow them, and others are served.
+#[tokio::test]
+async fn absurd_requests_are_refused_without_memory_and_others_do_not_notice() {
+    let instance = serve(&["--num-speculative-tokens", "1"]).await;
+    let client = instance.client();
+    let ordinary = bodies().remove(4);
+    let expected = complete(&client, &ordinary).await["choices"].clone();
+    let before = peak_mib(instance.process.id());
+    let biases: serde_json::Map<String, Value> =
+        (0..1_000_000).map(|i| (i.to_string(), json!(1))).collect();
+    let absurd = [
+        ("n", json!(1_000_000)),
+        ("best_of", json!(1_000_000)),
+        ("max_tokens", json!(1_000_000_000_000u64)),
+        ("max_tokens", json!(-1)),
+        ("max_tokens", json!(0)),
+        ("max_tokens", json!(1.5)),
+        ("max_tokens", json!("5")),
+        ("logprobs", json!(1_000_000)),
+        ("logprobs", json!(-1)),
+        ("prompt_logprobs", json!(1_000_000)),
+        ("prompt", json!(vec!["x"; 100_000])),
+        ("prompt", json!(vec![7; 1_000_000])),
+        ("stop", json!(vec!["x"; 100_000])),
+        ("stop", json!("x".repeat(1 << 20))),
+        ("logit_bias", Value::Object(biases)),
+        ("allowed_token_ids", json!(vec![7; 1_000_000])),
+        ("top_k", json!(-2)),
+        ("min_tokens", json!(1_000_000)),
+        ("cache_salt", json!("x".repeat(1 << 20))),
+    ];
+    for (field, value) in absurd {
+        let mut body = completion_body("x", 2);
+        body[field] = value;
+        let refused = client.post("/v1/completions", &body);
+        let (refused, beside) = tokio::join!(refused, complete(&client, &ordinary));
+        let refused = refused.expect("an answer");
+        assert_eq!(refused.status, 400, "{field}: {}", refused.text());
+        assert!(refused.text().contains(field), "{}", refused.text());
+        assert_eq!(beside["choices"], expected);
+    }
+    let nan = "{\"prompt\":\"x\",\"temperature\":NaN}";
+    let nan = client
+        .post_bytes("/v1/completions", nan, "application/json")
+        .await;
+    assert_eq!(nan.expect("an answer").status, 400);
+    // Where the head or body is cut off, the answer may come too late for a client that still writes.
+    let long = client.clone().with_header("x-long", &"x".repeat(1 << 20));
+    let many = (0..10_000).fold(client.clone(), |client, i| {
+        client.with_header(&format!("x-{i}"), "x")
+    });
+    for client in [long, many] {
+        if let Ok(answer) = client.post("/v1/completions", &ordinary).await {
+            assert_eq!(answer.status, 431);
+        }
+    }
+    let endless = vec![b' '; 100 << 20];
+    let endless = client
+        .post_bytes("/v1/completions", endless, "application/json")
+        .await;
+    if let Ok(answer) = endless {
+        assert_eq!(answer.status, 413);
+    }
+    assert_eq!(complete(&client, &ordinary).await["choices"], expected);
+    let grown = peak_mib(instance.process.id()) - before;
+    assert!(grown < 200.0, "{grown:.0} MiB more");
+    instance.kv_idle(IDLE).await;
+}
