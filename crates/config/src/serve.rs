@@ -71,6 +71,11 @@ pub struct ServeConfig {
     #[schemars(with = "String", extend("enum" = ["both", "prefill", "decode"]))]
     pub role: twinfer_protocol::Role,
 
+    /// Revision of a model in the Hugging Face hub's cache: MODEL_DIR is then the repository's folder there
+    /// (`models--OWNER--NAME`), and a branch, a tag or a commit of it is served. Other folders have none.
+    #[arg(long)]
+    pub model_revision: Option<String>,
+
     /// Model name that clients use; the directory's name if absent.
     #[arg(long)]
     pub served_model_name: Option<String>,

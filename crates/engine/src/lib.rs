@@ -30,6 +30,7 @@ pub use model::{Probe, ProbeRows, Tap};
 pub use outputs::{EventRef, OutputRef, StepOutput, TokenRef};
 pub use prefix::{BlockChain, BlockKey};
 pub use sampler::{SamplingLimits, check_length, check_prompt};
+pub use weights::hub_revision;
 
 /// An executor and a tokenizer without a model, for tests of this and other crates.
 pub mod testing {

@@ -13,10 +13,12 @@
 
 mod files;
 mod ggml;
+mod hub;
 mod scheme;
 mod shard;
 
 pub(crate) use files::{inside, read_text};
+pub use hub::hub_revision;
 pub(crate) use scheme::{Format, Scheme};
 pub use shard::WeightDtype;
 

@@ -3,7 +3,7 @@
 use crate::{LoadProgress, Model, SamplingDefaults, ServeError};
 use std::sync::Arc;
 use twinfer_config::{Quantization, ServeConfig};
-use twinfer_engine::{KvMemory, LoadOptions, ModelError, model_texts};
+use twinfer_engine::{KvMemory, LoadOptions, ModelError, hub_revision, model_texts};
 use twinfer_text::{ChatTemplate, TemplateState, Tokenizer};
 
 /// Part of the available memory that KV gets unless `kv-cache-memory` says how much.
@@ -22,9 +22,14 @@ pub fn load_model(
     let mut options = options(config)?;
     options.progress = Some(&told);
     let refused = |e: ModelError| ServeError::Model(e.to_string());
-    let checked = twinfer_engine::check(&config.model, &options).map_err(refused)?;
+    let path = match &config.model_revision {
+        None => config.model.clone(),
+        Some(revision) => hub_revision(&config.model, revision)
+            .map_err(|error| ServeError::Model(error.to_string()))?,
+    };
+    let checked = twinfer_engine::check(&path, &options).map_err(refused)?;
     let text = |e: twinfer_text::TextError| ServeError::Model(e.to_string());
-    let texts = model_texts(&config.model).map_err(refused)?;
+    let texts = model_texts(&path).map_err(refused)?;
     let tokenizer = Tokenizer::of(&texts).map_err(text)?;
     let template = ChatTemplate::of(&texts, &tokenizer).map_err(text)?;
     let defaults = SamplingDefaults::of(&texts).map_err(ServeError::Model)?;

@@ -371,3 +371,61 @@ fn quantisation_that_is_not_served_is_refused_by_name() {
         assert!(text.contains(field), "{text}");
     }
 }
+
+/// Whatever parses has sizes that can be computed with.
+#[test]
+fn no_config_makes_the_arithmetic_overflow_or_panic() {
+    let mut state = 1u64;
+    let mut random = |below: usize| {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % below
+    };
+    let pieces = [
+        "0", "1", "2", "9", "99999999", "-", ".", "e9", "null", "true", "\"", "{", "}", "[", "]",
+        ",", ":", "NaN",
+    ];
+    for file in [
+        "golden/llama",
+        "golden/qwen3_moe",
+        "golden/deepseek_v2",
+        "golden/deepseek_v3",
+        "golden/w8a8/deepseek_v3_compressed",
+        "golden/fp8/deepseek_v3",
+        "configs",
+    ] {
+        let name = if file == "configs" {
+            "deepseek_v4.json"
+        } else {
+            "config.json"
+        };
+        let text = testdata(&format!("{file}/{name}")).to_string();
+        let mut parsed = 0;
+        for _ in 0..4_000 {
+            let mut mutated = text.clone();
+            for _ in 0..=random(3) {
+                let at = random(mutated.len());
+                let end = (at + random(3)).min(mutated.len());
+                mutated.replace_range(at..end, pieces[random(pieces.len())]);
+            }
+            let config = match ModelFile::parse(&mutated) {
+                Ok(ModelFile::Served(config)) => config,
+                Ok(ModelFile::V4(config)) => {
+                    assert!(config.kv_values_per_token().is_finite());
+                    parsed += 1;
+                    continue;
+                }
+                Err(_) => continue,
+            };
+            parsed += 1;
+            assert!(config.workspace_bytes(1 << 20, 1 << 16) > 0);
+            assert!(KvShape::of(&config, Dtype::F32, 4096).bytes_for(config.context) > 0);
+            let frequencies = config.rope.frequencies(config.rope_dim());
+            assert!(frequencies.iter().all(|f| f.is_finite()), "{mutated}");
+            assert!(config.softmax_scale().is_finite() && config.rope.cos_sin_factor().is_finite());
+            assert!(config.identity().len() < 10_000);
+        }
+        assert!(parsed > 200, "{file}: {parsed}");
+    }
+}

@@ -170,6 +170,33 @@ fn a_link_out_of_the_directory_is_refused_and_one_inside_is_followed() {
 }
 
 #[test]
+fn a_revision_names_a_snapshot_of_the_hubs_cache() {
+    let commit = "0123456789abcdef0123456789abcdef01234567";
+    let dir = tempfile::tempdir().unwrap();
+    let repository = dir.path();
+    let error = |revision: &str| {
+        let error = twinfer_engine::hub_revision(repository, revision).unwrap_err();
+        error.to_string()
+    };
+    assert!(error("main").contains("snapshots"));
+    let snapshot = repository.join("snapshots").join(commit);
+    fs::create_dir_all(&snapshot).unwrap();
+    fs::create_dir_all(repository.join("refs/pr")).unwrap();
+    fs::write(repository.join("refs/main"), commit).unwrap();
+    fs::write(repository.join("refs/pr/1"), format!("{commit}\n")).unwrap();
+    fs::write(repository.join("refs/bad"), "../../elsewhere").unwrap();
+    for revision in ["main", "pr/1", commit] {
+        let found = twinfer_engine::hub_revision(repository, revision).unwrap();
+        assert_eq!(found, snapshot, "{revision}");
+    }
+    for revision in ["other", "bad", "../main", "", "/etc", "a b", ".."] {
+        let text = error(revision);
+        assert!(text.contains("model-revision"), "{text}");
+    }
+    assert!(error("other").contains(commit));
+}
+
+#[test]
 fn the_hub_caches_own_links_are_followed() {
     let source = Model::copy();
     let hub = tempfile::tempdir().unwrap();

@@ -75,6 +75,7 @@ pub(crate) fn config() -> ServeConfig {
     ServeConfig {
         model: PathBuf::from("none"),
         role: Role::Both,
+        model_revision: None,
         served_model_name: Some(MODEL.into()),
         name: None,
         host: "127.0.0.1".into(),
