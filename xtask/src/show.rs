@@ -211,7 +211,7 @@ fn golden() -> Result<()> {
 }
 
 fn hash_matrix() -> Result<()> {
-    hash::run(&hash::Args::slice())
+    hash::run(&hash::Args::of("slice"))
 }
 
 fn openai_sdk() -> Result<()> {
