@@ -11,6 +11,8 @@ use twinfer_it::repository;
 pub(crate) const BUILD: Duration = Duration::from_secs(45 * 60);
 /// For tests that are built, or little is left to build of them.
 pub(crate) const TESTS: Duration = Duration::from_secs(30 * 60);
+/// For one run of a peer's benchmark.
+pub(crate) const PEER: Duration = Duration::from_secs(15 * 60);
 /// For what takes seconds.
 pub(crate) const SHORT: Duration = Duration::from_secs(3 * 60);
 /// For a killed command to be gone.

@@ -115,10 +115,11 @@ pub(super) fn measure(rounds: usize) -> Result<Vec<Round>> {
         let floor = socket_rate(bytes as usize)?;
         let mut round = Round::new();
         round.insert(
-            "pull over loopback TCP, 64 MiB",
+            "pull over loopback TCP, 64 MiB".to_owned(),
             Sample {
                 ours: bytes as f64 / seconds / 1e9,
                 floor,
+                peer: None,
             },
         );
         all.push(round);

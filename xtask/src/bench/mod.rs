@@ -16,13 +16,16 @@ use twinfer_it::{profile, repository};
 const ROUNDS: usize = 3;
 
 /// For all rounds of a group.
-const MEASURING: Duration = Duration::from_secs(15 * 60);
+const MEASURING: Duration = Duration::from_secs(3 * 60 * 60);
 
 /// What to measure.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Group of rows in bench/targets.toml: `engine`, `handoff` or `router`.
     pub(crate) group: String,
+    /// Folder with the peers that `engine` is measured against; docs/benchmarks.md says what it holds.
+    #[arg(long)]
+    pub(crate) peers: Option<PathBuf>,
     /// Write the rows here as JSON.
     #[arg(long)]
     pub(crate) json: Option<PathBuf>,
@@ -57,10 +60,12 @@ enum Better {
 struct Sample {
     ours: f64,
     floor: f64,
+    /// The best peer.
+    peer: Option<f64>,
 }
 
 /// Figures of one round, by the row's name.
-type Round = BTreeMap<&'static str, Sample>;
+type Round = BTreeMap<String, Sample>;
 
 /// A row as measured.
 #[derive(Serialize)]
@@ -75,7 +80,10 @@ struct Row {
     ratio: Option<f64>,
     /// Share of the floor.
     share: f64,
+    /// Least share.
     target: Option<f64>,
+    /// Least ratio.
+    target_ratio: Option<f64>,
     met: bool,
 }
 
@@ -98,8 +106,10 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     check(with_profile(&["build"]).args(["twinfer-cli"]), BUILD)?;
     let mut bench = with_profile(&["run"]);
     bench.args(["xtask", "--", "bench", &args.group]);
-    if let Some(path) = &args.json {
-        bench.arg("--json").arg(std::path::absolute(path)?);
+    for (flag, path) in [("--json", &args.json), ("--peers", &args.peers)] {
+        if let Some(path) = path {
+            bench.arg(flag).arg(std::path::absolute(path)?);
+        }
     }
     check(&mut bench, MEASURING)
 }
@@ -117,7 +127,7 @@ fn measure(args: &Args) -> Result<()> {
         );
     };
     let rounds = match args.group.as_str() {
-        "engine" => engine::measure(ROUNDS)?,
+        "engine" => engine::measure(ROUNDS, args.peers.as_deref())?,
         "handoff" => handoff::measure(ROUNDS)?,
         "router" => router::measure(ROUNDS)?,
         other => bail!("group {other} has targets and no measurement"),
@@ -135,7 +145,7 @@ fn measure(args: &Args) -> Result<()> {
                 samples.len()
             );
         }
-        if target.ratio.is_some() {
+        if target.ratio.is_some() && samples.iter().any(|sample| sample.peer.is_none()) {
             bail!(
                 "row {:?} has a ratio target and no peer in this run",
                 target.name
@@ -145,12 +155,16 @@ fn measure(args: &Args) -> Result<()> {
     }
     for (row, target) in rows.iter().zip(&targets) {
         println!(
-            "{:<60} {:>10.3} {:<10} floor {:>10.3} share {:>5.2}{}",
+            "{:<60} {:>10.3} {:<10} floor {:>10.3} share {:>5.2}{}{}",
             row.name,
             row.ours,
             row.unit,
             row.floor,
             row.share,
+            match (row.peer, row.ratio) {
+                (Some(peer), Some(ratio)) => format!(" peer {peer:>10.3} ratio {ratio:>5.2}"),
+                _ => String::new(),
+            },
             if row.met { "" } else { "  NOT MET" },
         );
         println!("    floor: {}", target.floor);
@@ -172,17 +186,29 @@ fn row(target: &Target, samples: &[Sample]) -> Row {
         Better::Higher => sample.ours / sample.floor,
         Better::Lower => sample.floor / sample.ours,
     }));
+    let peers: Option<Vec<f64>> = samples.iter().map(|sample| sample.peer).collect();
+    let ratios = samples.iter().filter_map(|sample| {
+        sample.peer.map(|peer| match target.better {
+            Better::Higher => sample.ours / peer,
+            Better::Lower => peer / sample.ours,
+        })
+    });
+    let ratio = peers.as_ref().map(|_| median(ratios));
     Row {
         name: target.name.clone(),
         unit: target.unit.clone(),
         better: target.better,
         ours,
-        peer: None,
+        peer: peers.map(|peers| median(peers.into_iter())),
         floor,
-        ratio: None,
+        ratio,
         share,
         target: target.share,
-        met: target.share.is_none_or(|least| share >= least),
+        target_ratio: target.ratio,
+        met: target.share.is_none_or(|least| share >= least)
+            && target
+                .ratio
+                .is_none_or(|least| ratio.is_some_and(|ratio| ratio >= least)),
     }
 }
 

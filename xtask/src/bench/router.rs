@@ -32,27 +32,30 @@ pub(super) fn measure(rounds: usize) -> Result<Vec<Round>> {
         let mut round = Round::new();
         let cpu = runtime.block_on(plain.router_cpu(PLAIN, &body(false)))?;
         round.insert(
-            "CPU time of a plain completion, 200-byte body",
+            "CPU time of a plain completion, 200-byte body".to_owned(),
             Sample {
                 ours: cpu * 1e6 / PLAIN as f64,
                 floor: relay_cpu(&plain.direct, 1000)?,
+                peer: None,
             },
         );
         let cpu = runtime.block_on(streamed.router_cpu(STREAMS, &body(true)))?;
         round.insert(
-            "CPU time of a streamed token, 64 tokens 2 ms apart",
+            "CPU time of a streamed token, 64 tokens 2 ms apart".to_owned(),
             Sample {
                 ours: cpu * 1e6 / (STREAMS * TOKENS) as f64,
                 floor: copy_cpu(4000)?,
+                peer: None,
             },
         );
         let through = runtime.block_on(latency(&plain.router_endpoint()?, &body(true)))?;
         let direct = runtime.block_on(latency(&plain.direct, &body(true)))?;
         round.insert(
-            "latency at one client, streamed, p50",
+            "latency at one client, streamed, p50".to_owned(),
             Sample {
                 ours: through * 1e3,
                 floor: direct * 1e3,
+                peer: None,
             },
         );
         all.push(round);

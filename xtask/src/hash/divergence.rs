@@ -51,7 +51,13 @@ pub(super) fn first(
         Some(Box::new(RowHashes(Arc::clone(&alone)))),
     )?;
     let other = Arc::new(Mutex::new(Rows::new()));
-    local::run(matrix, model, tasks, cell, Some(Box::new(RowHashes(Arc::clone(&other)))))?;
+    local::run(
+        matrix,
+        model,
+        tasks,
+        cell,
+        Some(Box::new(RowHashes(Arc::clone(&other)))),
+    )?;
     let (Ok(alone), Ok(other)) = (alone.lock(), other.lock()) else {
         bail!("a probe panicked")
     };

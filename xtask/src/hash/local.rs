@@ -94,4 +94,3 @@ pub(super) fn run(
         .collect();
     Ok((outputs, engine.stats()))
 }
-

@@ -49,7 +49,11 @@ struct Judge<'a> {
 pub(crate) fn run(args: &Args) -> Result<()> {
     let Some(matrix) = MATRICES.iter().find(|matrix| matrix.name == args.matrix) else {
         let names: Vec<&str> = MATRICES.iter().map(|matrix| matrix.name).collect();
-        bail!("--matrix is {:?}; there are {}", args.matrix, names.join(", "));
+        bail!(
+            "--matrix is {:?}; there are {}",
+            args.matrix,
+            names.join(", ")
+        );
     };
     let mut differing = Vec::new();
     let mut cells = 0;
@@ -68,7 +72,10 @@ pub(crate) fn run(args: &Args) -> Result<()> {
         differing.extend(judge.differing);
     }
     if !differing.is_empty() {
-        bail!("cells differ from the first of their model: {}", differing.join("; "));
+        bail!(
+            "cells differ from the first of their model: {}",
+            differing.join("; ")
+        );
     }
     println!(
         "{cells} cells, {} prompts of 1 to {} tokens, {} tokens each with log-probabilities: one hash per model",
@@ -181,4 +188,3 @@ fn hash_of(outputs: &[Output]) -> u64 {
     }
     hash.digest()
 }
-

@@ -127,4 +127,3 @@ async fn one(client: &Client, task: &Task, output: u32) -> Result<Output> {
         })
         .collect()
 }
-
