@@ -15,7 +15,7 @@ const SHOWN_ELSEWHERE: &[(&str, &str)] = &[
     ("cargo xtask cases --issue slice", "show slice.7"),
     ("cargo xtask hash --matrix slice", "show slice.4"),
     (
-        "cargo xtask bench engine",
+        "cargo xtask bench engine --peers DIR",
         "docs/benchmarks.md, whose figures it printed",
     ),
     (

@@ -241,7 +241,6 @@ const ENGINE: Matrix = Matrix {
             blocks: TIGHT,
             cache: Cache::Cold,
             drafts: 5,
-            ..ALONE
         },
     ],
     served: &[
