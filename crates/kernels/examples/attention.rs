@@ -121,6 +121,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             .map(|_| Weight::pack(Compute::Bf16, &[&matrix]))
             .collect::<Result<Vec<_>, _>>()?;
         for rows in [1, 16, 512] {
+            if only.is_some_and(|only| only != rows) {
+                continue;
+            }
             let (x, mut y) = (vec![0.5; rows * heads * k], vec![0.0; rows * heads * n]);
             let x = HeadRows::dense(&x, heads, k)?;
             let seconds = typical(|| per_head_product(&team, x, &weights, &mut y))?;

@@ -53,7 +53,7 @@ pub(super) fn with_plan<'a, R>(
         .sum();
     let share = share(team, plan.nanoseconds);
     for index in 0..count {
-        plan.add(team.isa(), shape, index, &job(index), share);
+        plan.add(team, shape, index, &job(index), share);
     }
     let result = body(&plan);
     KEPT.set(plan);
@@ -70,10 +70,11 @@ fn share(team: &ThreadTeam, total: usize) -> usize {
 }
 
 impl Plan {
-    fn add(&mut self, isa: Isa, shape: Shape, index: usize, job: &Job<'_>, share: usize) {
+    fn add(&mut self, team: &ThreadTeam, shape: Shape, index: usize, job: &Job<'_>, share: usize) {
         if job.rows == 0 {
             return;
         }
+        let isa = team.isa();
         let k = job.w.cols();
         let panels = job.w.rows().div_ceil(PANEL);
         let tiles = job.rows.div_ceil(shape.rows);
@@ -92,11 +93,14 @@ impl Plan {
                 });
             }
         }
-        let step = (PACK_VALUES / k).max(1);
-        for row in (0..job.rows).step_by(step) {
+        // Rows of a tile share cache lines of cells, so whole tiles go to a thread.
+        let pieces = tiles.div_ceil((PACK_VALUES / (tile_rows * k)).max(1));
+        let start =
+            |piece: usize| super::tile::tile_rows(job.rows, tiles, tiles * piece / pieces).start;
+        for piece in 0..pieces {
             self.packs.push(Pack {
                 job: index,
-                rows: (row, job.rows.min(row + step)),
+                rows: (start(piece), start(piece + 1)),
             });
         }
     }
