@@ -7,6 +7,7 @@ mod hash;
 mod run;
 mod show;
 mod soak;
+mod split;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;

@@ -1,7 +1,7 @@
 //! `show ISSUE.k`: runs exactly line k of the issue's "Shown by" list and prints the evidence.
 
 use crate::run::{BUILD, SHORT, TESTS, capture, cargo, check};
-use crate::{cases, hash, soak};
+use crate::{bench, cases, hash, soak, split};
 use anyhow::{Context, Result, bail};
 use std::net::TcpListener;
 use std::process::Command;
@@ -49,6 +49,33 @@ const SLICE: &[Line] = &[
     },
 ];
 
+const ENGINE: &[Line] = &[
+    Line {
+        about: "golden checkpoints, tokenizers, templates, sampling vectors",
+        run: engine_golden,
+    },
+    Line {
+        about: "one hash per model over every way to run it",
+        run: || hash::run(&hash::Args::of("engine")),
+    },
+    Line {
+        about: "integers equal on every instruction set, logits within a class",
+        run: instruction_sets,
+    },
+    Line {
+        about: "a dense model cut into experts is the dense model",
+        run: split::run,
+    },
+    Line {
+        about: "speed and memory beside the peers",
+        run: engine_bench,
+    },
+    Line {
+        about: "cases",
+        run: || cases::run("engine"),
+    },
+];
+
 pub(crate) fn run(what: &str) -> Result<()> {
     let (issue, number) = match what.split_once('.') {
         Some((issue, number)) => (issue, Some(number)),
@@ -56,7 +83,8 @@ pub(crate) fn run(what: &str) -> Result<()> {
     };
     let lines = match issue {
         "slice" => SLICE,
-        other => bail!("no issue {other:?}; there is slice"),
+        "engine" => ENGINE,
+        other => bail!("no issue {other:?}; there are slice, engine"),
     };
     let chosen: Vec<usize> = match number {
         None => (1..=lines.len()).collect(),
@@ -182,7 +210,40 @@ fn blocked_port() -> Result<()> {
 }
 
 fn golden() -> Result<()> {
-    let tests: [(&str, &str); 2] = [("twinfer-engine", "golden"), ("twinfer-text", "golden")];
+    tests_named(&[
+        ("twinfer-engine", "golden_deepseek_v3"),
+        ("twinfer-text", "golden"),
+    ])
+}
+
+fn engine_golden() -> Result<()> {
+    tests_named(&[
+        ("twinfer-engine", "golden"),
+        ("twinfer-text", "golden"),
+        ("twinfer-engine", "sampler"),
+    ])
+}
+
+fn instruction_sets() -> Result<()> {
+    tests_named(&[
+        ("twinfer-kernels", "every_instruction_set"),
+        ("twinfer-engine", "every_instruction_set"),
+    ])
+}
+
+fn engine_bench() -> Result<()> {
+    let peers = std::env::var_os("TWINFER_PEERS").context(
+        "TWINFER_PEERS must name the folder with the peers; docs/benchmarks.md says what it holds",
+    )?;
+    bench::run(&bench::Args {
+        group: "engine".to_owned(),
+        peers: Some(peers.into()),
+        json: None,
+    })
+}
+
+/// Runs the tests of packages whose names contain a word; none of that name is a failure.
+fn tests_named(tests: &[(&str, &str)]) -> Result<()> {
     for (package, filter) in tests {
         let (code, output) = capture(
             cargo().args([
@@ -202,9 +263,9 @@ fn golden() -> Result<()> {
         }
         if !output
             .lines()
-            .any(|line| line.starts_with("test ") && line.contains("golden"))
+            .any(|line| line.starts_with("test ") && line.contains(filter))
         {
-            bail!("{package} has no golden test");
+            bail!("{package} has no test named {filter}");
         }
     }
     Ok(())
