@@ -193,7 +193,8 @@ pub struct ServeConfig {
     #[arg(long)]
     pub threads: Option<u32>,
 
-    /// Cores to run on, such as `0-3,8`; those permitted to the process if absent.
+    /// Cores to run on, such as `0-3,8`; those permitted to the process if absent. Named cores are taken to be this
+    /// process's own: its compute threads keep to one each and spin up to 20 microseconds for work before they park.
     #[arg(long)]
     pub cpus: Option<String>,
 

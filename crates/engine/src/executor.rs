@@ -12,6 +12,8 @@ use twinfer_sys::BlockArena;
 pub struct CpuExecutor {
     model: Decoder,
     team: ThreadTeam,
+    /// Core of the calling thread, until it is pinned.
+    pin: Option<usize>,
     arena: Arc<BlockArena>,
     geometry: KvGeometry,
     vocab_size: usize,
@@ -29,6 +31,7 @@ impl CpuExecutor {
     pub(crate) fn new(
         model: Decoder,
         team: ThreadTeam,
+        pin: Option<usize>,
         arena: Arc<BlockArena>,
         geometry: KvGeometry,
         vocab_size: usize,
@@ -41,6 +44,7 @@ impl CpuExecutor {
         Self {
             model,
             team,
+            pin,
             arena,
             geometry,
             vocab_size,
@@ -278,6 +282,10 @@ impl Executor for CpuExecutor {
             return Ok(());
         }
         self.check(batch)?;
+        if let Some(cpu) = self.pin.take() {
+            // The worker was pinned beside it, so the core is permitted; unpinned it would only be slower.
+            let _ = twinfer_sys::pin_thread(&[cpu]);
+        }
         let mut rows = 0;
         for work in batch {
             self.spans.push(Span {

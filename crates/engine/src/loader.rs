@@ -7,6 +7,7 @@ use crate::weights::{Checkpoint, WeightsError, inside, read_text};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 use twinfer_config::gguf::{Gguf, GgufError};
 use twinfer_config::model::{KvBudget, KvShape, MemoryError, ModelConfigError};
 use twinfer_config::{Dtype, ModelConfig};
@@ -20,6 +21,9 @@ use xxhash_rust::xxh3::xxh3_128;
 /// `[latent | key]`, the key rotated in interleaved pairs; with grouped queries it is `[keys of all heads |
 /// values of all heads]`, keys rotated in halves.
 pub const KV_LAYOUT: u32 = 1;
+
+/// How long a thread on a core of its own waits for work before it parks.
+const SPIN: Duration = Duration::from_micros(20);
 
 /// Is told, from any thread, how many bytes of weights of how many have been read.
 pub type Progress<'a> = &'a (dyn Fn(u64, u64) + Sync);
@@ -37,7 +41,9 @@ pub struct LoadOptions<'a> {
     /// Compute threads, also used for reading.
     pub threads: usize,
     /// Cores for them; thread i runs on core `i mod len`. The thread that calls the executor is thread
-    /// 0 and pins itself.
+    /// 0 and is pinned at its first step. Named cores are taken to be this model's own: threads that
+    /// wait for work spin on them for up to 20 microseconds before they park. Without cores, or with
+    /// more threads than cores, they park at once.
     pub cpus: Option<Vec<usize>>,
     /// `avx512`, `avx2` or `portable`; the best there is if absent.
     pub isa: Option<String>,
@@ -293,7 +299,10 @@ impl CheckedModel {
         let kv = kv_shape(&self.config, options);
         let arena = BlockArena::new(self.num_blocks, kv.layers, kv.unit_bytes())
             .map_err(system("reserve memory for KV"))?;
-        let team = ThreadTeam::new(options.threads, options.cpus.as_deref(), self.isa)
+        let cpus = options.cpus.as_deref();
+        let own = cpus.is_some_and(|cpus| options.threads <= cpus.len());
+        let spin = if own { SPIN } else { Duration::ZERO };
+        let team = ThreadTeam::with_spin(options.threads, cpus, self.isa, spin)
             .map_err(system("start compute threads"))?;
         let geometry = KvGeometry {
             layers: kv.layers,
@@ -313,6 +322,7 @@ impl CheckedModel {
         let executor = CpuExecutor::new(
             model,
             team,
+            cpus.and_then(|cpus| cpus.first().copied()),
             Arc::new(arena),
             geometry,
             self.config.vocab_size,

@@ -178,7 +178,7 @@ impl ThreadTeam {
     }
 
     /// Whether so much work is done sooner together than by the calling thread alone.
-    pub(crate) fn is_worth(&self, nanoseconds: usize) -> bool {
+    pub fn is_worth(&self, nanoseconds: usize) -> bool {
         let least = if self.shared.spin.is_zero() {
             SOLO_NANOSECONDS
         } else {

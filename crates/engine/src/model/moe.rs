@@ -3,7 +3,7 @@
 
 use super::ffn::{Ffn, FfnNames};
 use super::routing::{Slot, choose};
-use super::rows::for_rows;
+use super::rows::{for_row_pairs, for_rows};
 use super::scratch::{recycled, sized};
 use super::step::Step;
 use super::{Builder, Scratch, Tap, Taps};
@@ -11,8 +11,12 @@ use crate::ModelError;
 use std::ops::Range;
 use twinfer_config::model::{MoeConfig, Routing};
 use twinfer_kernels::{
-    KernelError, ThreadTeam, Weight, add_scaled, grouped_product, product, silu_mul_halves,
+    KernelError, ThreadTeam, Weight, add_scaled, grouped_product, grouped_product_gathered,
+    product, silu_mul_halves,
 };
+
+/// Rough time to look at one expert for one slot.
+const CHOICE_NANOSECONDS: usize = 2;
 
 /// Router, routed experts and shared experts of a layer.
 #[derive(Debug)]
@@ -33,8 +37,8 @@ pub(crate) struct MoeScratch {
     /// For each slot its row in the order sorted by expert.
     places: Vec<u32>,
     starts: Vec<u32>,
-    /// Rows sorted by expert.
-    input: Vec<f32>,
+    /// For each place the row that goes there.
+    sources: Vec<u32>,
     gate_up: Vec<f32>,
     gated: Vec<f32>,
     output: Vec<f32>,
@@ -115,13 +119,11 @@ impl Moe {
         let logits = sized(&mut scratch.logits, rows * experts);
         product(team, x, &self.router, logits)?;
         let slots = sized(&mut scratch.slots, rows * top_k);
-        for (logits, slots) in logits
-            .chunks_exact_mut(experts)
-            .zip(slots.chunks_exact_mut(top_k))
-        {
+        let time = experts * top_k * CHOICE_NANOSECONDS;
+        let (logits, slots) = ((logits, experts), (slots, top_k));
+        for_row_pairs(team, time, logits, slots, |_, logits, slots| {
             choose(team.isa(), &self.config, logits, &self.bias, slots);
-        }
-        Ok(())
+        })
     }
 
     /// Runs the experts chosen in `scratch.slots` and writes each row's weighted sum, in slot order,
@@ -147,17 +149,16 @@ impl Moe {
         sort_by_expert(slots, experts, &mut scratch.starts, places);
         let (places, starts) = (&*places, &*scratch.starts);
 
-        let input = sized(&mut scratch.input, count * hidden);
+        let sources = sized(&mut scratch.sources, count);
         for (slot, place) in places.iter().enumerate() {
-            input[*place as usize * hidden..][..hidden]
-                .copy_from_slice(&x[slot / top_k * hidden..][..hidden]);
+            sources[*place as usize] = (slot / top_k) as u32;
         }
         let gate_up = sized(&mut scratch.gate_up, count * 2 * intermediate);
         let gated = sized(&mut scratch.gated, count * intermediate);
         let output = sized(&mut scratch.output, count * hidden);
         let mut groups = recycled(std::mem::take(&mut scratch.groups));
         groups.extend(self.groups(starts, |ffn| &ffn.gate_up));
-        grouped_product(team, input, &groups, gate_up)?;
+        grouped_product_gathered(team, x, sources, &groups, gate_up)?;
         silu_mul_halves(team, gate_up, intermediate, gated)?;
         groups.clear();
         groups.extend(self.groups(starts, |ffn| &ffn.down));

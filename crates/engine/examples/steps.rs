@@ -1,0 +1,237 @@
+//! Speed of whole steps on the permitted cores, and the share of what the machine's peaks allow.
+//!
+//! `steps DIR [--quantize] [--only NAME] [--seconds N]`; NAME is one of the printed workloads. The floor of a step is the
+//! larger of its operations over the peak of int8 (bf16 without `--quantize`) and its bytes of weights over the read
+//! bandwidth. Operations are those of linear layers, of attention, and of the head for rows that want logits; bytes
+//! those of the weights that the step's rows can reach.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+use twinfer_config::model::{AttentionConfig, MoeConfig};
+use twinfer_config::{Dtype, ModelConfig};
+use twinfer_engine::{CpuExecutor, Executor, KvMemory, LoadOptions, SeqWork, load};
+use twinfer_kernels::peaks;
+
+const CONTEXT: usize = 2112;
+const BLOCK: usize = 16;
+/// Tokens that each sequence has in decode.
+const PAST: usize = 128;
+
+struct Workload {
+    name: &'static str,
+    seqs: usize,
+    /// New tokens per sequence and step.
+    tokens: usize,
+}
+
+const WORKLOADS: [Workload; 5] = [
+    Workload {
+        name: "decode-1",
+        seqs: 1,
+        tokens: 1,
+    },
+    Workload {
+        name: "decode-16",
+        seqs: 16,
+        tokens: 1,
+    },
+    Workload {
+        name: "decode-32",
+        seqs: 32,
+        tokens: 1,
+    },
+    Workload {
+        name: "prefill-512",
+        seqs: 1,
+        tokens: 512,
+    },
+    Workload {
+        name: "prefill-2048",
+        seqs: 1,
+        tokens: 2048,
+    },
+];
+
+/// Weights and operations of a model.
+struct Cost {
+    /// Weight values that every row uses, without the head.
+    shared: f64,
+    /// Weight values of one routed expert in all layers.
+    expert: f64,
+    experts: f64,
+    top_k: f64,
+    head: f64,
+    /// Operations per row and position attended to.
+    attended: f64,
+}
+
+fn cost(config: &ModelConfig) -> Cost {
+    let hidden = config.hidden_size as f64;
+    let layers = config.layers as f64;
+    let mut values = std::collections::BTreeMap::new();
+    for spec in &config.tensors(false).tensors {
+        let size: f64 = spec.shape.iter().map(|n| *n as f64).product();
+        let kind = if spec.name.contains(".experts.") {
+            "expert"
+        } else if spec.name.contains("embed_tokens") || spec.name.contains("lm_head") {
+            "ends"
+        } else {
+            "shared"
+        };
+        *values.entry(kind).or_insert(0.0) += size;
+    }
+    let moe: Option<&MoeConfig> = config.moe.as_ref();
+    let experts = moe.map_or(1.0, |moe| moe.experts as f64);
+    let attended = match &config.attention {
+        AttentionConfig::Gqa(gqa) => 4.0 * (gqa.heads * gqa.head_dim) as f64,
+        AttentionConfig::Mla(mla) => {
+            2.0 * (mla.heads * (2 * mla.kv_lora_rank + mla.qk_rope_head_dim)) as f64
+        }
+    };
+    Cost {
+        shared: values["shared"],
+        expert: values.get("expert").copied().unwrap_or(0.0) / experts,
+        experts,
+        top_k: moe.map_or(0.0, |moe| moe.top_k as f64),
+        head: hidden * config.vocab_size as f64,
+        attended: attended * layers,
+    }
+}
+
+impl Cost {
+    /// Operations and weight values of a step.
+    fn of(&self, work: &Workload) -> (f64, f64) {
+        let (seqs, tokens) = (work.seqs as f64, work.tokens as f64);
+        let rows = seqs * tokens;
+        let positions = if work.tokens == 1 {
+            PAST as f64
+        } else {
+            tokens / 2.0
+        };
+        let operations = 2.0 * rows * (self.shared + self.expert * self.top_k)
+            + 2.0 * seqs * self.head
+            + rows * positions * self.attended;
+        // Expected number of experts that some row of evenly spread ones goes to.
+        let reached = self.experts * (1.0 - (1.0 - self.top_k / self.experts).powf(rows));
+        (operations, self.shared + self.expert * reached + self.head)
+    }
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let mut dir = None;
+    let (mut quantize, mut only, mut seconds) = (false, None, 3.0);
+    let mut args = std::env::args().skip(1);
+    while let Some(arg) = args.next() {
+        match arg.as_str() {
+            "--quantize" => quantize = true,
+            "--only" => only = args.next(),
+            "--seconds" => seconds = args.next().ok_or("--seconds needs a number")?.parse()?,
+            _ => dir = Some(PathBuf::from(arg)),
+        }
+    }
+    let dir = dir.ok_or("steps DIR [--quantize] [--only NAME] [--seconds N]")?;
+    let cpus = twinfer_sys::available_cpus()?;
+    let threads = cpus.len();
+    let options = LoadOptions {
+        dtype: Dtype::Bf16,
+        quantize,
+        threads,
+        cpus: Some(cpus),
+        block_size: BLOCK,
+        kv: KvMemory::Blocks(32 * (CONTEXT / BLOCK) as u32 / 2),
+        max_model_len: Some(CONTEXT),
+        max_num_batched_tokens: 2048,
+        ..LoadOptions::default()
+    };
+    let mut loaded = load(&dir, &options)?;
+    let budget = Duration::from_millis(400);
+    let peak = if quantize {
+        peaks::int8_dot(threads, budget)
+    } else {
+        peaks::bf16_dot(threads, budget)
+    };
+    let read = peaks::read_bandwidth(threads, budget, None).giga_per_second;
+    let peak = peak.giga_per_second;
+    println!("peak {peak:.0} GOP/s, read {read:.1} GB/s");
+    let cost = cost(&loaded.config);
+    let bytes = if quantize { 1.0 } else { 2.0 };
+    for work in &WORKLOADS {
+        if only.as_ref().is_some_and(|only| only != work.name) {
+            continue;
+        }
+        let (operations, values) = cost.of(work);
+        let floor = (operations / peak).max(values * bytes / read) / 1e9;
+        let time = measure(&mut loaded.executor, work, seconds)?;
+        println!(
+            "{:>13} {:>9.2} ms {:>7.0} tok/s {:>4.0}% of the floor {:>4.0}% of operations {:>4.0}% of bytes",
+            work.name,
+            time * 1e3,
+            (work.seqs * work.tokens) as f64 / time,
+            floor / time * 100.0,
+            operations / peak / 1e9 / time * 100.0,
+            values * bytes / read / 1e9 / time * 100.0,
+        );
+    }
+    Ok(())
+}
+
+/// The median time of a step.
+fn measure(
+    executor: &mut CpuExecutor,
+    work: &Workload,
+    seconds: f64,
+) -> Result<f64, Box<dyn std::error::Error>> {
+    let vocab = executor.vocab_size();
+    let past = if work.tokens == 1 { PAST } else { 0 };
+    let blocks = (past + work.tokens + 64).div_ceil(BLOCK);
+    let tables: Vec<Vec<u32>> = (0..work.seqs)
+        .map(|seq| {
+            (0..blocks)
+                .map(|block| (block * work.seqs + seq) as u32)
+                .collect()
+        })
+        .collect();
+    let token = |seed: usize| (seed.wrapping_mul(2_654_435_761) % vocab) as u32;
+    let prompt: Vec<u32> = (0..past.max(work.tokens)).map(token).collect();
+    let mut logits = Vec::new();
+    let mut works = |executor: &mut CpuExecutor, start: usize, tokens: &[Vec<u32>]| {
+        let batch: Vec<SeqWork<'_>> = tables
+            .iter()
+            .zip(tokens)
+            .map(|(blocks, tokens)| SeqWork {
+                tokens,
+                start,
+                blocks,
+                logits_from: Some(tokens.len() - 1),
+            })
+            .collect();
+        executor.execute(&batch, &mut logits)
+    };
+    if past > 0 {
+        for position in (0..past).step_by(32) {
+            let chunks = vec![prompt[position..(position + 32).min(past)].to_vec(); work.seqs];
+            works(executor, position, &chunks)?;
+        }
+    }
+    let mut times = Vec::new();
+    let begin = Instant::now();
+    let mut step = 0;
+    while times.len() < 3 || begin.elapsed().as_secs_f64() < seconds {
+        let tokens: Vec<Vec<u32>> = (0..work.seqs)
+            .map(|seq| {
+                if work.tokens == 1 {
+                    vec![token(step * 977 + seq * 31 + 7)]
+                } else {
+                    prompt.clone()
+                }
+            })
+            .collect();
+        let start = if past > 0 { past + step % 60 } else { 0 };
+        let begin = Instant::now();
+        works(executor, start, &tokens)?;
+        times.push(begin.elapsed().as_secs_f64());
+        step += 1;
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
+}
