@@ -329,6 +329,16 @@ impl Client {
     }
 
     pub(crate) async fn send(&self, method: Method, path: &str, body: impl Into<Bytes>) -> Stream {
+        self.try_send(method, path, body).await.unwrap()
+    }
+
+    /// None if the instance does not answer at all.
+    pub(crate) async fn try_send(
+        &self,
+        method: Method,
+        path: &str,
+        body: impl Into<Bytes>,
+    ) -> Option<Stream> {
         let mut headers = self.headers.clone();
         if method == Method::POST && !headers.contains_key(CONTENT_TYPE) {
             headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
@@ -337,13 +347,13 @@ impl Client {
             .http
             .send(method, &self.endpoint, path, headers, body.into(), LIMIT)
             .await
-            .unwrap();
+            .ok()?;
         let (parts, body) = response.into_parts();
-        Stream {
+        Some(Stream {
             status: parts.status.as_u16(),
             headers: parts.headers,
             body,
-        }
+        })
     }
 
     pub(crate) async fn raw(&self, path: &str, body: impl Into<Bytes>) -> Answer {
