@@ -119,6 +119,10 @@ impl BlockArena {
                 MapFlags::PRIVATE | MapFlags::NORESERVE,
             )
         }?;
+        // Attention jumps from unit to unit: in small pages every row of KV would cost a walk of the page table. A wish:
+        // without large pages all works the same.
+        // SAFETY: the range is the mapping just made.
+        let _ = unsafe { madvise(base, mapped_bytes, Advice::LinuxHugepage) };
         let base = NonNull::new(base.cast::<u8>())
             .ok_or_else(|| io::Error::other("mmap returned the null address"))?;
         let states = (0..num_blocks).map(|_| AtomicU32::new(0)).collect();

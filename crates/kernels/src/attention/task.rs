@@ -16,6 +16,9 @@ use crate::{Activation, DType, HeadRows};
 
 /// The most rows of a register tile.
 const ROWS: usize = 16;
+/// Longest key and value together, in bytes, that are asked for a tile ahead; longer ones the processor foresees, and a
+/// tile of them would not stay in the first-level cache.
+const PREFETCHED_BYTES: usize = 512;
 /// Panels of a tile's keys.
 const KEY_PANELS: usize = TILE / PANEL;
 
@@ -139,11 +142,16 @@ where
             values: values.cast(),
             folds,
         };
+        work.prefetch(0, TILE.min(last + 1));
         work.prepare(folds.add(layout.folds));
         for base in (0..=last).step_by(TILE) {
             let count = TILE.min(last + 1 - base);
             work.pack_keys(base, count);
             let finite = work.pack_values(base, count);
+            let next = base + TILE;
+            if next <= last {
+                work.prefetch(next, TILE.min(last + 1 - next));
+            }
             // A row's products reach over positions it does not see, with factors of 0: harmless if all are finite.
             let together = finite || first + 1 >= base + count;
             let tiles = rows.div_ceil(D::ROWS);
@@ -211,6 +219,28 @@ where
         let unit = self.seq.units[position / geometry.block_size].as_ptr();
         unit.cast::<D::Value>()
             .wrapping_add(position % geometry.block_size * geometry.row)
+    }
+
+    /// Asks for keys and values of some positions: a head's part of a row is too short for the processor to foresee.
+    #[inline(always)]
+    unsafe fn prefetch(&self, base: usize, count: usize) {
+        let geometry = &self.call.geometry;
+        let size = size_of::<D::Value>();
+        if (geometry.key + geometry.value) * size > PREFETCHED_BYTES {
+            return;
+        }
+        let key = self.kv_head * geometry.key;
+        let value = geometry.values_from + self.kv_head * geometry.value;
+        for position in base..base + count {
+            let row = self.kv_row(position);
+            for (from, length) in [(key, geometry.key), (value, geometry.value)] {
+                let start = row.wrapping_add(from).cast::<u8>();
+                for byte in (0..length * size).step_by(64) {
+                    // SAFETY: a prefetch of any address is harmless.
+                    unsafe { D::S::prefetch(start.wrapping_add(byte)) };
+                }
+            }
+        }
     }
 
     /// Packs queries, empties folds and output.
