@@ -302,7 +302,10 @@ where
                     let rest = rows.map(|row| row.add(whole * D::K).read_unaligned().bits());
                     to.add(whole).write(rest);
                 }
-                D::Value::clean(std::slice::from_raw_parts_mut(to, lines));
+                let mut most = [0; PANEL];
+                for line in std::slice::from_raw_parts_mut(to, lines) {
+                    *line = D::Value::clean(*line, &mut most);
+                }
             }
         }
     }
@@ -314,7 +317,7 @@ where
         let lines = TILE / D::K;
         let used = count.div_ceil(D::K);
         let from = geometry.values_from + self.kv_head * geometry.value;
-        let mut finite = true;
+        let mut most = [0; PANEL];
         let whole = geometry.value / PANEL;
         for line in 0..used {
             let position = base + line * D::K;
@@ -338,7 +341,7 @@ where
                         .cast::<[D::Value; PANEL]>()
                         .read_unaligned();
                     let to = self.values.add(panel * lines + line);
-                    to.write(cells(&lower, &upper, paired));
+                    to.write(D::Value::clean(cells(&lower, &upper, paired), &mut most));
                 }
                 if whole * PANEL < geometry.value {
                     let (mut lower, mut upper) =
@@ -348,18 +351,11 @@ where
                         upper[i] = second.add(column).read_unaligned();
                     }
                     let to = self.values.add(whole * lines + line);
-                    to.write(cells(&lower, &upper, paired));
+                    to.write(D::Value::clean(cells(&lower, &upper, paired), &mut most));
                 }
             }
         }
-        for panel in 0..geometry.value.div_ceil(PANEL) {
-            // SAFETY: these lines were written above.
-            unsafe {
-                let to = self.values.add(panel * lines);
-                finite &= D::Value::clean(std::slice::from_raw_parts_mut(to, used));
-            }
-        }
-        finite
+        D::Value::all_finite(&most)
     }
 
     /// Folds the tile of positions `base .. base + count` into a tile of packed rows.

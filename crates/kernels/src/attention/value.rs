@@ -4,6 +4,10 @@ use crate::panels::{RowValue, SMALLEST};
 use crate::simd::Simd;
 use crate::weight::PANEL;
 
+/// All ones in not-a-number and infinity.
+const F32_EXPONENT: u32 = 0x7f80_0000;
+const BF16_EXPONENT: u16 = 0x7f80;
+
 /// A stored KV element.
 pub(super) trait KvValue: RowValue {
     /// The bits, in the lower half of a line's cell if it holds two.
@@ -12,8 +16,12 @@ pub(super) trait KvValue: RowValue {
     /// A line's cell; the upper half, if there is one, is masked.
     fn pair(lower: Self, upper: Self, mask: u32) -> u32;
 
-    /// Prepares packed lines, small bf16 becoming zero; whether all values are finite.
-    fn clean(lines: &mut [[u32; PANEL]]) -> bool;
+    /// A packed line with small bf16 as zero. `most` collects each place's largest exponent, for
+    /// [`KvValue::all_finite`].
+    fn clean(line: [u32; PANEL], most: &mut [u32; PANEL]) -> [u32; PANEL];
+
+    /// Whether all values of the lines behind `most`, zeros before the first, are finite.
+    fn all_finite(most: &[u32; PANEL]) -> bool;
 
     /// Stores probabilities and returns them as stored.
     ///
@@ -34,15 +42,16 @@ impl KvValue for f32 {
     }
 
     #[inline(always)]
-    fn clean(lines: &mut [[u32; PANEL]]) -> bool {
-        const EXPONENT: u32 = 0x7f80_0000;
-        let mut bad = 0;
-        for line in lines {
-            for cell in line {
-                bad |= u32::from(*cell & EXPONENT == EXPONENT);
-            }
+    fn clean(line: [u32; PANEL], most: &mut [u32; PANEL]) -> [u32; PANEL] {
+        for (most, cell) in most.iter_mut().zip(line) {
+            *most = (*most).max(cell & F32_EXPONENT);
         }
-        bad == 0
+        line
+    }
+
+    #[inline(always)]
+    fn all_finite(most: &[u32; PANEL]) -> bool {
+        most.iter().all(|most| *most < F32_EXPONENT)
     }
 
     #[inline(always)]
@@ -65,19 +74,22 @@ impl KvValue for u16 {
     }
 
     #[inline(always)]
-    fn clean(lines: &mut [[u32; PANEL]]) -> bool {
-        const EXPONENT: u16 = 0x7f80;
+    fn clean(mut line: [u32; PANEL], most: &mut [u32; PANEL]) -> [u32; PANEL] {
         let smallest = (SMALLEST.to_bits() >> 16) as u16;
-        let mut bad = 0;
-        for line in lines {
-            let values: &mut [u16] = bytemuck::cast_slice_mut(line);
-            for value in values {
-                let exponent = *value & EXPONENT;
-                bad |= u16::from(exponent == EXPONENT);
-                *value = if exponent < smallest { 0 } else { *value };
-            }
+        let values: &mut [u16; 2 * PANEL] = bytemuck::cast_mut(&mut line);
+        let most: &mut [u16; 2 * PANEL] = bytemuck::cast_mut(most);
+        for (most, value) in most.iter_mut().zip(values) {
+            let exponent = *value & BF16_EXPONENT;
+            *most = (*most).max(exponent);
+            *value = if exponent < smallest { 0 } else { *value };
         }
-        bad == 0
+        line
+    }
+
+    #[inline(always)]
+    fn all_finite(most: &[u32; PANEL]) -> bool {
+        let most: &[u16; 2 * PANEL] = bytemuck::cast_ref(most);
+        most.iter().all(|most| *most < BF16_EXPONENT)
     }
 
     #[inline(always)]
