@@ -10,6 +10,8 @@ use crate::{DType, Isa, KernelError, ThreadTeam};
 const TASK_ROWS: usize = 256;
 /// Most output values of a task: they stay in the second-level cache between tiles.
 const TASK_VALUES: usize = 1 << 16;
+/// Rough time to fetch and pack one element of keys or values. With few query rows this is most of the work.
+const PACKING_PICOSECONDS: usize = 150;
 /// Tasks per thread, so that threads end together.
 const TASKS_PER_THREAD: usize = 4;
 
@@ -38,12 +40,15 @@ pub(super) unsafe fn run(team: &ThreadTeam, call: &Call<'_>) -> Result<(), Kerne
 fn plan(team: &ThreadTeam, call: &Call<'_>, tasks: &mut Vec<Task>) -> usize {
     let geometry = &call.geometry;
     let per_key = picoseconds_per_key(team.isa(), geometry);
-    let mut total = 0;
+    let per_position = geometry.kv_heads * (geometry.key + geometry.value) * PACKING_PICOSECONDS;
+    let (mut total, mut packing) = (0, 0);
     for seq in call.seqs {
         let last = seq.first_position + seq.rows.len();
+        packing += last * per_position;
         total += seq.rows.len() * (seq.first_position + last) / 2 * per_key * geometry.heads;
     }
-    let alone = !team.is_worth(total / 1000);
+    let whole = (total + packing) / 1000;
+    let alone = !team.is_worth(whole);
     let share = if alone {
         total
     } else {
@@ -79,7 +84,7 @@ fn plan(team: &ThreadTeam, call: &Call<'_>, tasks: &mut Vec<Task>) -> usize {
             start += rows;
         }
     }
-    total / 1000
+    whole
 }
 
 /// A rough time of one query row and head with one key and value.
