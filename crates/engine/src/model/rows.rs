@@ -54,8 +54,7 @@ pub(crate) fn for_row_pairs<A: Send, B: Send>(
     let mut chunks = a
         .chunks_mut(share * a_width)
         .zip(b.chunks_mut(share * b_width));
-    let shares: [Mutex<Option<(&mut [A], &mut [B])>>; MAX_SHARES] =
-        std::array::from_fn(|_| Mutex::new(chunks.next()));
+    let shares: [_; MAX_SHARES] = std::array::from_fn(|_| Mutex::new(chunks.next()));
     team.run(rows.div_ceil(share), |task, _| {
         // Each share is locked once, by the one thread that claims it.
         let mut pair = shares[task].lock().unwrap_or_else(PoisonError::into_inner);
