@@ -163,6 +163,9 @@ impl Format {
     }
 }
 
+/// Longest int8 row: k products of -128 and -128 fit an i32.
+const MAX_INT8_K: usize = (1 << 17) - 1;
+
 impl Weight {
     /// Bytes of a packed `[n, k]`, `None` on overflow; for the memory plan, before anything is allocated.
     pub fn packed_bytes(format: Format, n: usize, k: usize) -> Option<usize> {
@@ -425,6 +428,12 @@ fn joint_shape(parts: &[&Matrix]) -> Result<(usize, usize, DType), KernelError> 
 }
 
 fn checked_bytes(format: Format, n: usize, k: usize) -> Result<usize, KernelError> {
+    if let Format::Int8(_) = format {
+        ensure_shape!(
+            k <= MAX_INT8_K,
+            "int8 rows of {k} values: sums of more than {MAX_INT8_K} do not fit 32 bits"
+        );
+    }
     Weight::packed_bytes(format, n, k).ok_or_else(|| {
         KernelError::Shape(format!("weight [{n}, {k}] is larger than memory can be"))
     })

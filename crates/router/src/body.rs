@@ -111,6 +111,8 @@ impl JsonObject {
     pub(crate) fn for_prefill(&self) -> Bytes {
         let edit = |key: &str| match key {
             "max_tokens" | "min_tokens" | "stream" | "stream_options" | KV_PARAMS => Edit::Drop,
+            // Scores of the prompt are decode's to give; here they would only make the answer long.
+            "echo" | "prompt_logprobs" => Edit::Drop,
             "max_completion_tokens" | "n" | "best_of" => Edit::Set("1"),
             _ => Edit::Keep,
         };

@@ -1,5 +1,6 @@
 use super::tensors::ROPE_DIVISORS;
 use super::{Gguf, GgufError, GgufType, MetaValue};
+use crate::model::MAX_EXPERTS;
 use serde_json::{Map, Value, json};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -97,6 +98,15 @@ impl Gguf {
         self.size("attention.head_count")
     }
 
+    pub(super) fn experts(&self) -> Result<usize, GgufError> {
+        match self.size("expert_count")? {
+            experts if experts <= MAX_EXPERTS => Ok(experts),
+            experts => Err(self.bad(format!(
+                "expert_count is {experts}; allowed: up to {MAX_EXPERTS}"
+            ))),
+        }
+    }
+
     pub(super) fn kv_heads(&self) -> Result<usize, GgufError> {
         let key = self.key("attention.head_count_kv")?;
         match self.integer_if(&key)? {
@@ -129,6 +139,7 @@ impl Gguf {
                 )));
             }
         }
+        self.refuse_unserved()?;
         let vocab = self.embedding_rows()?;
         let mut config = Map::new();
         let mut set = |field: &str, value: Value| {
@@ -201,6 +212,47 @@ impl Gguf {
             set("eos_token_id", json!(id));
         }
         Ok(Value::Object(config).to_string())
+    }
+
+    /// Settings of the forward pass that nothing here reads: one of them would change the result.
+    fn refuse_unserved(&self) -> Result<(), GgufError> {
+        const READ: &[&str] = &[
+            "attention.head_count",
+            "attention.head_count_kv",
+            "attention.key_length",
+            "attention.layer_norm_rms_epsilon",
+            "attention.value_length",
+            "block_count",
+            "context_length",
+            "embedding_length",
+            "expert_count",
+            "expert_feed_forward_length",
+            "expert_used_count",
+            "feed_forward_length",
+            "rope.dimension_count",
+            "rope.freq_base",
+            "rope.scaling.factor",
+            "rope.scaling.finetuned",
+            "rope.scaling.original_context_length",
+            "rope.scaling.type",
+            "vocab_size",
+        ];
+        let prefix = self.key("")?;
+        for (key, value) in &self.metadata {
+            let Some(tail) = key
+                .strip_prefix(&prefix)
+                .filter(|tail| !READ.contains(tail))
+            else {
+                continue;
+            };
+            let nothing = matches!(value, MetaValue::Unsigned(0) | MetaValue::Bool(false));
+            if !nothing {
+                return Err(self.bad(format!(
+                    "{key} is {value:?}; {tail} is not served from GGUF, allowed: 0 or absent"
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// The text of the generation_config.json that this file stands for: the ids that end an answer.

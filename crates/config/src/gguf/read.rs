@@ -7,7 +7,8 @@ use std::io::{self, Read};
 const MAX_KEYS: u64 = 1 << 16;
 const MAX_TENSORS: u64 = 1 << 20;
 const MAX_TEXT: u64 = 16 << 20;
-const MAX_LIST: u64 = 1 << 23;
+/// Values of all lists together.
+const MAX_VALUES: u64 = 1 << 23;
 const MAX_DEPTH: usize = 3;
 const DEFAULT_ALIGNMENT: u64 = 32;
 
@@ -25,10 +26,17 @@ struct Reader<R> {
     inner: R,
     at: u64,
     size: u64,
+    /// List values that may still come.
+    values: u64,
 }
 
 pub(super) fn header<R: Read>(inner: R, size: u64) -> Result<Header, ReadError> {
-    let mut reader = Reader { inner, at: 0, size };
+    let mut reader = Reader {
+        inner,
+        at: 0,
+        size,
+        values: MAX_VALUES,
+    };
     let magic: [u8; 4] = reader.bytes()?;
     if &magic != b"GGUF" {
         return Err(ReadError::Bad(format!(
@@ -182,7 +190,8 @@ impl<R: Read> Reader<R> {
             8 => MetaValue::Text(self.text(&format!("in {key} a text"))?),
             9 if depth < MAX_DEPTH => {
                 let kind = self.u32()?;
-                let count = self.count(&format!("values in {key}"), MAX_LIST)?;
+                let count = self.count(&format!("values in {key}"), self.values)?;
+                self.values -= count;
                 let mut list = Vec::new();
                 for _ in 0..count {
                     list.push(self.value(kind, key, depth + 1)?);

@@ -197,6 +197,13 @@ impl Gguf {
                                 tensor.name, tensor.shape
                             )));
                         };
+                        if experts != self.experts()? {
+                            return Err(self.bad(format!(
+                                "{} holds {experts} experts, expert_count is {}",
+                                tensor.name,
+                                self.experts()?
+                            )));
+                        }
                         let bytes = tensor.bytes / experts as u64;
                         parts.extend((0..experts).map(|expert| GgufPart {
                             name: format!(

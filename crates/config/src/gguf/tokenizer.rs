@@ -4,6 +4,7 @@ use serde_json::{Map, Value, json};
 /// Splits of the GPT-4 family; tokenizers differ in how many digits go together and in normalisation.
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+const LLAMA3_NAMES: [&str; 3] = ["llama-bpe", "llama3", "llama-v3"];
 const ALLOWED: &str = "llama-bpe, qwen2, smollm, gpt-2";
 
 /// `tokenizer.ggml.token_type` of tokens that stand for themselves.
@@ -21,6 +22,11 @@ impl Gguf {
             return Err(self.bad(format!(
                 "tokenizer.ggml.model is {model:?}; allowed: gpt2 (byte-level BPE)"
             )));
+        }
+        if self.flag_if("tokenizer.ggml.add_eos_token")? == Some(true) {
+            return Err(self.bad(
+                "tokenizer.ggml.add_eos_token is true; allowed: false, a prompt that has ended cannot be continued".to_owned(),
+            ));
         }
         let tokens = self.texts("tokenizer.ggml.tokens")?;
         let kinds = self.kinds(tokens.len())?;
@@ -104,7 +110,7 @@ impl Gguf {
             ]})
         };
         Ok(match self.text("tokenizer.ggml.pre")? {
-            "llama-bpe" | "llama3" | "llama-v3" => (Value::Null, split(LLAMA3), true),
+            name if LLAMA3_NAMES.contains(&name) => (Value::Null, split(LLAMA3), true),
             "qwen2" => (json!({"type": "NFC"}), split(QWEN2), false),
             "smollm" => {
                 let digits = json!({"type": "Digits", "individual_digits": true});
@@ -121,7 +127,12 @@ impl Gguf {
     }
 
     fn post_processor(&self, tokens: &[&str]) -> Result<Value, GgufError> {
-        if self.flag_if("tokenizer.ggml.add_bos_token")? != Some(true) {
+        // Llama 3's tokenizers begin every text with BOS unless the file says otherwise.
+        let begins = LLAMA3_NAMES.contains(&self.text("tokenizer.ggml.pre")?);
+        if !self
+            .flag_if("tokenizer.ggml.add_bos_token")?
+            .unwrap_or(begins)
+        {
             return Ok(Value::Null);
         }
         let Some(bos) = self.special("bos", tokens)? else {

@@ -124,7 +124,7 @@ async fn bodies_keep_the_clients_values_and_prefill_gets_one_token() {
     let router = Router::ready(quick(&[&prefill], &[&decode])).await;
     let sent = concat!(
         r#"{"model":"fake","prompt":"p","stream":true,"stream_options":{"include_usage":true},"max_tokens":500,"#,
-        r#""min_tokens":100,"max_completion_tokens":500,"n":3,"logprobs":2,"tools":[{"type":"function"}],"#,
+        r#""min_tokens":100,"max_completion_tokens":500,"n":3,"logprobs":2,"prompt_logprobs":1,"echo":true,"tools":[{"type":"function"}],"#,
         r#""x_y":{"a":[1,2]},"big":1e400,"seed":9223372036854775808,"temperature":0.1,"top_p":0.10}"#
     );
     let answer = router.post_raw("/v1/completions", sent.as_bytes()).await;
@@ -166,7 +166,9 @@ async fn bodies_keep_the_clients_values_and_prefill_gets_one_token() {
     ] {
         assert!(first.contains(part), "{part} in {first}");
     }
-    assert!(!first.contains("stream_options"), "{first}");
+    for absent in ["stream_options", "prompt_logprobs", "echo"] {
+        assert!(!first.contains(absent), "{absent} in {first}");
+    }
     for absent in ["max_completion_tokens", "stream_options", "\"n\""] {
         assert!(
             !text(&to_prefill[1]).contains(absent),
