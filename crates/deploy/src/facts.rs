@@ -40,12 +40,18 @@ fn permitted_cores() -> Vec<u32> {
     if cores.is_empty() { vec![0] } else { cores }
 }
 
-/// What is wrong with a model directory at first sight; `twinfer serve` looks closer.
+/// What is wrong with a model directory or GGUF file at first sight; `twinfer serve` looks closer.
 fn model_problem(folder: &Path) -> Option<String> {
     let shown = folder.display();
+    let gguf = folder
+        .extension()
+        .is_some_and(|extension| extension == "gguf");
     match std::fs::metadata(folder) {
         Err(error) => return Some(format!("{shown}: {error}")),
-        Ok(meta) if !meta.is_dir() => return Some(format!("{shown} is no directory")),
+        Ok(meta) if gguf && meta.is_file() => return None,
+        Ok(meta) if !meta.is_dir() => {
+            return Some(format!("{shown} is neither a directory nor a .gguf file"));
+        }
         Ok(_) => {}
     }
     let config = folder.join("config.json");

@@ -386,6 +386,8 @@ fn groups(deployment: &Deployment, found: &mut Vec<Diagnostic>) {
     same_on_both_sides(deployment, found);
 }
 
+const DRAFTS: &str = "num-speculative-tokens";
+
 /// Flags that are part of the fingerprint: a pair that differs refuses every handoff.
 fn same_on_both_sides(deployment: &Deployment, found: &mut Vec<Diagnostic>) {
     let specs = &deployment.file.instances;
@@ -396,7 +398,20 @@ fn same_on_both_sides(deployment: &Deployment, found: &mut Vec<Diagnostic>) {
     else {
         return;
     };
-    for (flag, default) in [("dtype", "bf16"), ("block-size", "16")] {
+    for (flag, default) in [
+        ("dtype", "bf16"),
+        ("block-size", "16"),
+        ("quantization", "none"),
+        (DRAFTS, "0"),
+    ] {
+        // Whether there is a layer that proposes tokens decides what a block holds, not how many it proposes.
+        let kind = |value: &str| {
+            if flag == DRAFTS {
+                (value != "0").to_string()
+            } else {
+                value.to_owned()
+            }
+        };
         let value = |spec: &InstanceSpec| match spec.flags.get(flag) {
             None | Some(serde_json::Value::Null) => default.to_owned(),
             Some(serde_json::Value::String(text)) => text.clone(),
@@ -408,7 +423,7 @@ fn same_on_both_sides(deployment: &Deployment, found: &mut Vec<Diagnostic>) {
             .enumerate()
             .filter(|(_, spec)| spec.role != Role::Both)
         {
-            if value(spec) != expected {
+            if kind(&value(spec)) != kind(&expected) {
                 let line = deployment.line(steps!["instances", first, "name"]);
                 found.push(deployment.wrong(
                     steps!["instances", i, flag],

@@ -257,6 +257,16 @@ fn each_mistake_points_at_its_line_and_says_what_is_allowed() {
             pair("", ", dtype: f32", ""),
             &["instances[1].dtype is f32, but bf16"],
         ),
+        (
+            "only decode is quantised",
+            pair("", ", quantization: w8a8", ""),
+            &["instances[1].quantization is w8a8, but none"],
+        ),
+        (
+            "only decode drafts",
+            pair("", ", num-speculative-tokens: 2", ""),
+            &["instances[1].num-speculative-tokens is 2, but 0"],
+        ),
     ];
     let mut missing = Vec::new();
     for (what, text, expected) in cases {
