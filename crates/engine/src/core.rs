@@ -313,7 +313,7 @@ impl Engine {
         }
     }
 
-    /// Frees the blocks of a request that ended with [`Finish::held`]; false if there are none (any
+    /// Frees the blocks of a request that ended with [`crate::Finish::held`]; false if there are none (any
     /// more).
     pub fn release_held(&mut self, id: RequestId) -> bool {
         self.scheduler.release_held(id)
