@@ -226,7 +226,16 @@ fn engine_golden() -> Result<()> {
 
 fn instruction_sets() -> Result<()> {
     tests_named(&[
-        ("twinfer-kernels", "every_instruction_set"),
+        // These run on every instruction set of the machine against one definition.
+        (
+            "twinfer-kernels",
+            "quantised_activations_are_those_of_the_definition",
+        ),
+        (
+            "twinfer-kernels",
+            "integers_and_sums_of_checkpoint_rows_are_exact",
+        ),
+        ("twinfer-kernels", "bits_of_the_definition"),
         ("twinfer-engine", "every_instruction_set"),
     ])
 }

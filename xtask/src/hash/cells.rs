@@ -193,7 +193,7 @@ const ENGINE: Matrix = Matrix {
     },
     prompts: 1000,
     longest: 160,
-    output: 16,
+    output: 40,
     local: &[
         ALONE,
         Local {
