@@ -70,7 +70,7 @@ const ALONE: Local = Local {
     drafts: 0,
 };
 
-/// Few enough blocks for 32 sequences to be preempted.
+/// Few enough blocks for 32 sequences to be preempted; cells with these or fewer must see it.
 pub(super) const TIGHT: u32 = 90;
 
 const COLOCATED: Served = Served {
@@ -238,7 +238,7 @@ const ENGINE: Matrix = Matrix {
             threads: 2,
             sequences: 32,
             chunk: 256,
-            blocks: TIGHT,
+            blocks: TIGHT / 2,
             cache: Cache::Cold,
             drafts: 5,
         },
