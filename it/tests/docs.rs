@@ -16,7 +16,7 @@ const SHOWN_ELSEWHERE: &[(&str, &str)] = &[
     ("cargo xtask hash --matrix slice", "show slice.4"),
     (
         "cargo xtask bench engine --peers DIR",
-        "docs/benchmarks.md, whose figures it printed",
+        "show engine.5; it needs the peers",
     ),
     (
         "cargo xtask bench handoff",

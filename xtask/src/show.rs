@@ -210,10 +210,7 @@ fn blocked_port() -> Result<()> {
 }
 
 fn golden() -> Result<()> {
-    tests_named(&[
-        ("twinfer-engine", "golden_deepseek_v3"),
-        ("twinfer-text", "golden"),
-    ])
+    tests_named(&[("twinfer-engine", "golden"), ("twinfer-text", "golden")])
 }
 
 fn engine_golden() -> Result<()> {
@@ -268,7 +265,7 @@ fn tests_named(tests: &[(&str, &str)]) -> Result<()> {
         )?;
         println!("{output}");
         if code != Some(0) {
-            bail!("golden tests of {package} failed");
+            bail!("tests of {package} named {filter} failed");
         }
         if !output
             .lines()

@@ -26,10 +26,13 @@ impl Loaded {
     pub(super) fn open(path: &Path, dtype: Dtype, quantize: bool) -> Result<Self> {
         let block_size = LoadOptions::default().block_size;
         let decode = MOST_SEQUENCES * (CONTEXT + STEPS).div_ceil(block_size);
+        let cpus = twinfer_sys::available_cpus()?;
         let options = LoadOptions {
             dtype,
             quantize,
             threads: THREADS,
+            // As the plan does: an instance has cores of its own, and its threads may spin on them.
+            cpus: Some(cpus.into_iter().take(THREADS).collect()),
             max_num_batched_tokens: LONGEST,
             max_num_seqs: MOST_SEQUENCES,
             kv: KvMemory::Blocks(u32::try_from(decode.max(LONGEST / block_size))?),
