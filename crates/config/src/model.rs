@@ -21,7 +21,7 @@ mod v4;
 
 pub use architecture::{Architecture, SERVED_ARCHITECTURES};
 pub use attention::{AttentionConfig, GqaConfig, MlaConfig};
-pub use memory::{KvBudget, KvShape, MemoryError, format_bytes, parse_bytes};
+pub use memory::{KvBudget, KvShape, MemoryError, ModelBytes, StepSize, format_bytes, parse_bytes};
 pub use moe::{MAX_EXPERTS, MAX_GROUPS, MoeConfig, Routing};
 pub use quantization::{CompressedTensors, QuantizationConfig, QuantizedActivations, Strategy};
 pub use rope::{Llama3Rope, Rope, RopeScaling, Yarn};

@@ -25,6 +25,18 @@ use twinfer_text::Tokenizer;
 /// Most logits of one step that log-probabilities of prompts may take: 64 MiB.
 const MAX_SCORED_LOGITS: usize = 16 << 20;
 
+/// Prompt tokens of one step whose logits may be wanted.
+fn max_scored_tokens(vocab: usize) -> usize {
+    (MAX_SCORED_LOGITS / vocab.max(1)).max(1)
+}
+
+/// Most rows of logits of a step: one for each sequence and each of its drafts, and those of prompts whose
+/// log-probabilities are wanted.
+pub(crate) fn max_logits_rows(tokens: usize, seqs: usize, drafts: usize, vocab: usize) -> usize {
+    let drawn = seqs.saturating_mul(drafts + 1);
+    drawn.saturating_add(max_scored_tokens(vocab)).min(tokens)
+}
+
 /// Scheduler, sampler and executor of one rank, and the requests in them.
 ///
 /// Every request that [`Self::submit`] accepts ends with exactly one [`Event::Output`] that has a
@@ -143,7 +155,7 @@ impl Engine {
         let limits = StepLimits {
             max_num_seqs: config.max_num_seqs as usize,
             max_num_batched_tokens: config.max_num_batched_tokens as usize,
-            max_scored_tokens: MAX_SCORED_LOGITS / executor.vocab_size().max(1),
+            max_scored_tokens: max_scored_tokens(executor.vocab_size()),
             prefill_any_interval: config.prefill_any_interval as usize,
             max_drafts: num_drafts as usize,
         };
@@ -176,6 +188,17 @@ impl Engine {
     /// Width of a logits row: token ids of requests are below it.
     pub fn vocab_size(&self) -> usize {
         self.executor.vocab_size()
+    }
+
+    /// Rows of logits that a step asks the executor for at most: what its workspace is planned for.
+    pub fn max_logits_rows(&self) -> usize {
+        let config = &self.config;
+        max_logits_rows(
+            config.max_num_batched_tokens as usize,
+            config.max_num_seqs as usize,
+            config.num_speculative_tokens as usize,
+            self.vocab_size(),
+        )
     }
 
     /// Takes a request, or refuses it with nothing changed.

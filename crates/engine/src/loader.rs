@@ -1,15 +1,18 @@
 //! From a model directory to an executor: check everything, then read the weights.
 
-use crate::KvGeometry;
+use crate::core::max_logits_rows;
 use crate::executor::CpuExecutor;
 use crate::model::{Builder, Decoder, MODEL_REVISION, Packing};
 use crate::weights::{Checkpoint, WeightsError, inside, read_text};
+use crate::{KvGeometry, MAX_DRAFTS};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use twinfer_config::gguf::{Gguf, GgufError};
-use twinfer_config::model::{KvBudget, KvShape, MemoryError, ModelConfigError};
+use twinfer_config::model::{
+    KvBudget, KvShape, MemoryError, ModelBytes, ModelConfigError, StepSize,
+};
 use twinfer_config::{Dtype, ModelConfig};
 use twinfer_kernels::{Compute, Isa, KernelError, ThreadTeam, numerics_class};
 use twinfer_protocol::Fingerprint;
@@ -38,6 +41,8 @@ pub struct LoadOptions<'a> {
     pub quantize: bool,
     /// Load the MTP layer, to propose tokens with.
     pub mtp: bool,
+    /// Most drafts of a sequence in a step, for the size of the workspace; only counted with `mtp`.
+    pub max_drafts: usize,
     /// Compute threads, also used for reading.
     pub threads: usize,
     /// Cores for them; thread i runs on core `i mod len`. The thread that calls the executor is thread
@@ -88,6 +93,8 @@ pub struct CheckedModel {
     pub file_bytes: u64,
     /// Bytes of the largest step's buffers.
     pub workspace_bytes: u64,
+    /// Bytes that packing the weights takes for a while, before there are workspace and KV.
+    pub loading_bytes: u64,
     /// KV blocks.
     pub num_blocks: u32,
     /// Bytes of them.
@@ -171,6 +178,7 @@ impl Default for LoadOptions<'_> {
             dtype: Dtype::Bf16,
             quantize: false,
             mtp: false,
+            max_drafts: MAX_DRAFTS,
             threads: 1,
             cpus: None,
             isa: None,
@@ -228,8 +236,8 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
                 value: "larger than memory can be".to_owned(),
                 allowed: "less than 2^63 bytes".to_owned(),
             })?;
-    let workspace_bytes =
-        config.workspace_bytes(options.max_num_batched_tokens, options.max_num_seqs);
+    let workspace_bytes = config.workspace_bytes(&step_size(&config, options));
+    let loading_bytes = packing.loading_bytes(&specs, &checkpoint, options.threads);
     let available_bytes = twinfer_sys::available_memory().map_err(|source| ModelError::System {
         what: "find out how much memory is available",
         source,
@@ -246,7 +254,12 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
                 .saturating_mul(options.max_num_seqs as u64),
         },
     };
-    let num_blocks = kv.plan(budget, available_bytes, weight_bytes, workspace_bytes)?;
+    let bytes = ModelBytes {
+        weights: weight_bytes,
+        workspace: workspace_bytes,
+        loading: loading_bytes,
+    };
+    let num_blocks = kv.plan(budget, available_bytes, bytes)?;
 
     let mut warnings = Vec::new();
     if !config.unread.is_empty() {
@@ -263,6 +276,7 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
         weight_bytes,
         file_bytes: checkpoint.bytes(),
         workspace_bytes,
+        loading_bytes,
         num_blocks,
         available_bytes,
         warnings,
@@ -457,6 +471,19 @@ fn kv_shape(config: &ModelConfig, options: &LoadOptions<'_>) -> KvShape {
     let mut shape = KvShape::of(config, options.dtype, options.block_size);
     shape.layers += usize::from(options.mtp);
     shape
+}
+
+/// The largest step that the engine may ask for.
+fn step_size(config: &ModelConfig, options: &LoadOptions<'_>) -> StepSize {
+    let (tokens, seqs) = (options.max_num_batched_tokens, options.max_num_seqs);
+    let drafts = if options.mtp { options.max_drafts } else { 0 };
+    StepSize {
+        tokens,
+        seqs,
+        logits: max_logits_rows(tokens, seqs, drafts, config.vocab_size),
+        drafting: options.mtp,
+        threads: options.threads,
+    }
 }
 
 /// What becomes of plain weights. In a checkpoint with int8 layers the others were left alone on

@@ -51,6 +51,7 @@ pub fn load_model(
         kv_bytes = checked.kv_bytes,
         kv_blocks = checked.num_blocks,
         workspace_bytes = checked.workspace_bytes,
+        loading_bytes = checked.loading_bytes,
         available_bytes = checked.available_bytes,
         max_model_len = checked.max_model_len,
         isa = %checked.isa,
@@ -100,6 +101,7 @@ fn options(config: &ServeConfig) -> Result<LoadOptions<'static>, ServeError> {
         max_num_batched_tokens: config.max_num_batched_tokens as usize,
         max_num_seqs: config.max_num_seqs as usize,
         mtp: config.num_speculative_tokens > 0,
+        max_drafts: config.num_speculative_tokens as usize,
         ..LoadOptions::default()
     })
 }

@@ -66,6 +66,14 @@ impl AttentionConfig {
         }
     }
 
+    /// Width of the output projection's input.
+    pub(super) fn out_width(&self) -> usize {
+        match self {
+            Self::Gqa(gqa) => gqa.heads * gqa.head_dim,
+            Self::Mla(mla) => mla.heads * mla.v_head_dim,
+        }
+    }
+
     /// Values of a token's buffers in a step.
     pub(super) fn workspace_values(&self) -> usize {
         match self {

@@ -419,7 +419,14 @@ fn no_config_makes_the_arithmetic_overflow_or_panic() {
                 Err(_) => continue,
             };
             parsed += 1;
-            assert!(config.workspace_bytes(1 << 20, 1 << 16) > 0);
+            let step = StepSize {
+                tokens: 1 << 20,
+                seqs: 1 << 16,
+                logits: 1 << 20,
+                drafting: true,
+                threads: 1024,
+            };
+            assert!(config.workspace_bytes(&step) > 0);
             assert!(KvShape::of(&config, Dtype::F32, 4096).bytes_for(config.context) > 0);
             let frequencies = config.rope.frequencies(config.rope_dim());
             assert!(frequencies.iter().all(|f| f.is_finite()), "{mutated}");

@@ -29,6 +29,32 @@ pub enum KvBudget {
     },
 }
 
+/// The largest step that is to be served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepSize {
+    /// Tokens.
+    pub tokens: usize,
+    /// Sequences.
+    pub seqs: usize,
+    /// Rows of logits.
+    pub logits: usize,
+    /// With the MTP layer: its buffers, and logits of a draft for each sequence.
+    pub drafting: bool,
+    /// Compute threads.
+    pub threads: usize,
+}
+
+/// What a model takes beside its KV, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ModelBytes {
+    /// Weights that are not in memory yet.
+    pub weights: u64,
+    /// Buffers of the largest step.
+    pub workspace: u64,
+    /// What packing weights takes for a while, before there are a workspace and KV.
+    pub loading: u64,
+}
+
 /// Why memory could not be planned.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MemoryError {
@@ -45,16 +71,33 @@ pub enum MemoryError {
         /// Bytes available before loading.
         available: u64,
     },
+    /// Weights cannot be packed.
+    #[error(
+        "the model needs {} for weights and {} to pack them, but {} are available",
+        format_bytes(*weights), format_bytes(*loading), format_bytes(*available)
+    )]
+    Loading {
+        /// Bytes of weights.
+        weights: u64,
+        /// Bytes that packing takes.
+        loading: u64,
+        /// Bytes available before loading.
+        available: u64,
+    },
     /// The requested KV does not fit beside the model.
     #[error(
-        "kv-cache-memory is {} ({requested} bytes), but {} ({left} bytes) are available beside weights and workspace",
-        format_bytes(*requested), format_bytes(*left)
+        "kv-cache-memory is {} ({requested} bytes), but {} ({left} bytes) are available beside weights and workspace: \
+         of {} that are available, {} go to weights and {} to workspace",
+        format_bytes(*requested), format_bytes(*left), format_bytes(left.saturating_add(model.weights).saturating_add(model.workspace)),
+        format_bytes(model.weights), format_bytes(model.workspace)
     )]
     Kv {
         /// Bytes asked for.
         requested: u64,
         /// Bytes left after weights and workspace.
         left: u64,
+        /// The model's.
+        model: ModelBytes,
     },
     /// Not even one block fits.
     #[error(
@@ -122,9 +165,20 @@ impl KvShape {
         &self,
         budget: KvBudget,
         available: u64,
-        weights: u64,
-        workspace: u64,
+        model: ModelBytes,
     ) -> Result<u32, MemoryError> {
+        let ModelBytes {
+            weights,
+            workspace,
+            loading,
+        } = model;
+        if weights.saturating_add(loading) > available {
+            return Err(MemoryError::Loading {
+                weights,
+                loading,
+                available,
+            });
+        }
         let left = available
             .checked_sub(weights)
             .and_then(|rest| rest.checked_sub(workspace))
@@ -135,7 +189,11 @@ impl KvShape {
             })?;
         let bytes = match budget {
             KvBudget::Bytes(requested) if requested > left => {
-                return Err(MemoryError::Kv { requested, left });
+                return Err(MemoryError::Kv {
+                    requested,
+                    left,
+                    model,
+                });
             }
             KvBudget::Bytes(requested) => requested,
             KvBudget::Share { part, useful } => {
@@ -152,19 +210,42 @@ impl KvShape {
     }
 }
 
+/// Buffers that a thread keeps for itself: attention's tile of keys and values, its stack.
+const THREAD_BYTES: u64 = 2 << 20;
+
 impl ModelConfig {
-    /// Bytes of the buffers of a step of `tokens` tokens and `seqs` sequences with logits, f32.
-    pub fn workspace_bytes(&self, tokens: usize, seqs: usize) -> u64 {
+    /// Bytes of the buffers of a step of that size, all f32 but the sampler's.
+    pub fn workspace_bytes(&self, step: &StepSize) -> u64 {
+        let (hidden, vocab) = (self.hidden_size, self.vocab_size);
         // Known outputs and pairs for the MTP layer.
-        let drafting = if self.mtp_layers > 0 { 3 } else { 0 };
+        let drafting = if step.drafting { 3 } else { 0 };
         let moe = self.moe.as_ref();
         let attention = self.attention.workspace_values();
         let shared = moe.map_or(0, |moe| moe.shared * moe.intermediate);
-        let dense = 3 * self.intermediate_size.unwrap_or(0).max(shared);
-        let experts = moe.map_or(0, |moe| moe.workspace_values(self.hidden_size));
-        let per_token = ((4 + drafting) * self.hidden_size + attention + dense + experts) as u64;
-        let per_seq = (3 * self.hidden_size + 2 * self.vocab_size) as u64;
-        4 * (per_token.saturating_mul(tokens as u64) + per_seq.saturating_mul(seqs as u64))
+        let widest = self.intermediate_size.unwrap_or(0).max(shared);
+        let experts = moe.map_or(0, |moe| moe.workspace_values(hidden));
+        // Rows of the widest product's input as its kernel reads them: a value is four bytes at most.
+        let dense_input = widest
+            .max(self.attention.out_width())
+            .max(hidden * if step.drafting { 2 } else { 1 });
+        let packed = moe.map_or(dense_input, |moe| {
+            dense_input.max(moe.top_k * hidden.max(moe.intermediate))
+        });
+        let per_token =
+            ((4 + drafting) * hidden + attention + 3 * widest + experts + packed) as u64;
+        let per_logits = (2 * hidden + vocab) as u64;
+        let per_draft = (3 * hidden + vocab) as u64;
+        let drafts = if step.drafting { step.seqs } else { 0 };
+        // Values, weights, keys and ids of a row.
+        let sampler = 6 * vocab as u64;
+        let values = per_token
+            .saturating_mul(step.tokens as u64)
+            .saturating_add(per_logits.saturating_mul(step.logits as u64))
+            .saturating_add(per_draft.saturating_mul(drafts as u64))
+            .saturating_add(sampler);
+        values
+            .saturating_mul(4)
+            .saturating_add(THREAD_BYTES.saturating_mul(step.threads as u64))
     }
 }
 

@@ -419,7 +419,12 @@ fn memory_that_is_not_there_is_refused_with_both_numbers() {
     let kv = KvShape::of(&with(&json!({})).unwrap(), Dtype::Bf16, 16);
     let block = kv.block_bytes();
     assert_eq!(block, 3 * 48 * 2 * 16);
-    let plan = |budget, available| kv.plan(budget, available, 1000, 500);
+    let model = ModelBytes {
+        weights: 1000,
+        workspace: 500,
+        loading: 200,
+    };
+    let plan = |budget, available| kv.plan(budget, available, model);
     assert_eq!(
         plan(KvBudget::Bytes(10 * block + 1), 1500 + 10 * block + 1),
         Ok(10)
@@ -429,7 +434,8 @@ fn memory_that_is_not_there_is_refused_with_both_numbers() {
         error,
         MemoryError::Kv {
             requested: 10 * block,
-            left: 10 * block - 1
+            left: 10 * block - 1,
+            model,
         }
     );
     let text = error.to_string();
@@ -444,6 +450,15 @@ fn memory_that_is_not_there_is_refused_with_both_numbers() {
             ..
         })
     ));
+    // What packing takes is gone before there is KV, but must be there first.
+    assert_eq!(
+        plan(KvBudget::Bytes(block), 1199),
+        Err(MemoryError::Loading {
+            weights: 1000,
+            loading: 200,
+            available: 1199,
+        })
+    );
     assert!(matches!(
         plan(KvBudget::Bytes(block - 1), u64::MAX),
         Err(MemoryError::TooLittle { .. })
@@ -452,6 +467,34 @@ fn memory_that_is_not_there_is_refused_with_both_numbers() {
     assert_eq!(share(0.25, u64::MAX), Ok(25));
     assert_eq!(share(0.25, 3 * block), Ok(3));
     assert!(share(0.001, u64::MAX).is_err());
+}
+
+#[test]
+fn the_workspace_grows_with_the_logits_of_a_step() {
+    let config = with(&json!({})).unwrap();
+    let step = StepSize {
+        tokens: 512,
+        seqs: 32,
+        logits: 32,
+        drafting: false,
+        threads: 2,
+    };
+    let bytes = |step: StepSize| config.workspace_bytes(&step);
+    let logits = |rows: usize| {
+        bytes(StepSize {
+            logits: rows,
+            ..step
+        })
+    };
+    let row = 4 * (config.vocab_size + 2 * config.hidden_size) as u64;
+    assert_eq!(logits(132) - logits(32), 100 * row);
+    let drafting = bytes(StepSize {
+        drafting: true,
+        ..step
+    });
+    // A row of logits for the draft of each sequence, and the outputs of all rows.
+    let least = 4 * (32 * config.vocab_size + 3 * 512 * config.hidden_size) as u64;
+    assert!(drafting - bytes(step) >= least);
 }
 
 #[test]

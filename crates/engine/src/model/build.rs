@@ -1,10 +1,9 @@
+use super::packing::Packing;
 use crate::weights::{Checkpoint, Scheme, WeightDtype, WeightsError};
 use crate::{ModelError, Progress};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use twinfer_config::ModelConfig;
-use twinfer_config::model::{AttentionConfig, MlaConfig, TensorKind, TensorSpec, TensorSpecs};
 use twinfer_kernels::{
     Activation, Compute, DType, Format, Int8Rows, KernelError, Matrix, RowScales, Weight, bf16,
 };
@@ -24,15 +23,6 @@ pub(crate) struct Builder<'a> {
     done: AtomicU64,
     progress: Option<Progress<'a>>,
     stop: AtomicBool,
-}
-
-/// What becomes of weights that are stored as plain numbers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Packing {
-    /// What layers compute in that are not quantised.
-    pub(crate) float: Compute,
-    /// Quantise linear layers to int8.
-    pub(crate) quantize: bool,
 }
 
 /// Values as stored.
@@ -57,103 +47,6 @@ struct Quantised {
 enum Scales {
     Channel(Vec<f32>),
     Dequant { scale: Vec<f32>, bias: Vec<i32> },
-}
-
-impl Packing {
-    /// What a linear layer that is stored as plain numbers computes in.
-    fn linear(self) -> Compute {
-        if self.quantize {
-            Compute::W8A8
-        } else {
-            self.float
-        }
-    }
-
-    /// Bytes that the weights of `specs` will take, `None` on overflow. Fused matrices take a little less.
-    pub(crate) fn bytes(
-        self,
-        config: &ModelConfig,
-        specs: &TensorSpecs,
-        checkpoint: &Checkpoint,
-    ) -> Option<u64> {
-        let mla = match &config.attention {
-            AttentionConfig::Mla(mla) => Some(mla),
-            AttentionConfig::Gqa(_) => None,
-        };
-        let mut total = 0u64;
-        for spec in &specs.tensors {
-            let bytes = self.tensor_bytes(spec, mla, checkpoint)?;
-            total = total.checked_add(bytes as u64)?;
-            if specs.tied_head && spec.kind == TensorKind::Embedding {
-                let stored = stored_type(spec, checkpoint);
-                if !self.shares_embedding(stored) {
-                    let format = Format::of(self.linear(), stored);
-                    let head = Weight::packed_bytes(format, spec.shape[0], spec.shape[1])?;
-                    total = total.checked_add(head as u64)?;
-                }
-            }
-        }
-        Some(total)
-    }
-
-    /// MLA's kv_b_proj, cut into two small matrices per head.
-    fn expansion_bytes(self, mla: &MlaConfig, stored: DType) -> Option<usize> {
-        let format = Format::of(self.float, stored);
-        let key = Weight::packed_bytes(format, mla.kv_lora_rank, mla.qk_nope_head_dim)?;
-        let value = Weight::packed_bytes(format, mla.v_head_dim, mla.kv_lora_rank)?;
-        key.checked_add(value)?.checked_mul(mla.heads)
-    }
-
-    fn tensor_bytes(
-        self,
-        spec: &TensorSpec,
-        mla: Option<&MlaConfig>,
-        checkpoint: &Checkpoint,
-    ) -> Option<usize> {
-        let (rows, cols) = match spec.shape[..] {
-            [rows, cols] => (rows, cols),
-            _ => return usize::try_from(spec.len()).ok()?.checked_mul(4),
-        };
-        let stored = stored_type(spec, checkpoint);
-        let format = match spec.kind {
-            TensorKind::Linear if spec.name.ends_with("kv_b_proj.weight") => {
-                return self
-                    .expansion_bytes(mla?, self.dense(checkpoint.scheme(&spec.name), stored));
-            }
-            TensorKind::Linear => match checkpoint.scheme(&spec.name) {
-                Scheme::Plain | Scheme::BlockFp8 { .. } => Format::of(self.linear(), stored),
-                _ => Format::Int8(Activation::PerToken),
-            },
-            _ => Format::Plain(stored),
-        };
-        Weight::packed_bytes(format, rows, cols)
-    }
-
-    /// Type of real values made of a matrix.
-    fn dense(self, scheme: Scheme, stored: DType) -> DType {
-        match (scheme, self.float) {
-            (Scheme::Plain, _) => stored,
-            (_, Compute::F32) => DType::F32,
-            _ => DType::Bf16,
-        }
-    }
-
-    /// Is the packed head an exact copy of the embedding, so that rows can be looked up there?
-    fn shares_embedding(self, stored: DType) -> bool {
-        match self.linear() {
-            Compute::F32 => true,
-            Compute::Bf16 => stored == DType::Bf16,
-            Compute::W8A8 => false,
-        }
-    }
-}
-
-/// Type of a tensor's real values in memory, before packing.
-fn stored_type(spec: &TensorSpec, checkpoint: &Checkpoint) -> DType {
-    match checkpoint.dtype(&spec.name) {
-        Some(WeightDtype::Bf16) => DType::Bf16,
-        _ => DType::F32,
-    }
 }
 
 impl<'a> Builder<'a> {

@@ -2,7 +2,15 @@
 
 use crate::common::*;
 use proptest::prelude::*;
-use twinfer_engine::{EngineConfig, FinishReason, Request, RequestId, SamplingParams};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use twinfer_engine::testing::{ScriptedExecutor, ScriptedShape};
+use twinfer_engine::{
+    DraftWork, Engine, EngineConfig, ExecError, Executor, FinishReason, KvGeometry, Request,
+    RequestId, SamplingParams, SeqWork,
+};
+use twinfer_protocol::TokenId;
+use twinfer_sys::BlockArena;
 
 fn scored(id: u64, len: usize, max_tokens: u32, k: u32) -> Request {
     let params = SamplingParams {
@@ -123,5 +131,91 @@ proptest! {
             bench.got[&request.id.0].assert_same_output(&alone(request), "limited");
         }
         bench.assert_idle();
+    }
+}
+
+/// Sees how many rows of logits a step wants.
+struct Rows {
+    inner: ScriptedExecutor,
+    most: Arc<AtomicUsize>,
+}
+
+impl Executor for Rows {
+    fn geometry(&self) -> KvGeometry {
+        self.inner.geometry()
+    }
+
+    fn arena(&self) -> &Arc<BlockArena> {
+        self.inner.arena()
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.inner.vocab_size()
+    }
+
+    fn max_context(&self) -> usize {
+        self.inner.max_context()
+    }
+
+    fn execute(&mut self, batch: &[SeqWork<'_>], logits: &mut Vec<f32>) -> Result<(), ExecError> {
+        let rows = batch.iter().map(SeqWork::logits_rows).sum();
+        self.most.fetch_max(rows, Ordering::Relaxed);
+        self.inner.execute(batch, logits)
+    }
+
+    fn draft_layers(&self) -> usize {
+        self.inner.draft_layers()
+    }
+
+    fn draft(
+        &mut self,
+        works: &[DraftWork<'_>],
+        drafts: &mut Vec<TokenId>,
+    ) -> Result<(), ExecError> {
+        self.inner.draft(works, drafts)
+    }
+}
+
+/// Memory for logits is planned before anything is computed.
+#[test]
+fn a_step_wants_no_more_rows_of_logits_than_were_planned() {
+    for drafts in [0, 3] {
+        let shape = ScriptedShape {
+            vocab_size: 1 << 20,
+            draft_layer: drafts > 0,
+            ..shape(64)
+        };
+        let inner = ScriptedExecutor::new(shape).unwrap().with_drafts(|_| 7);
+        let most = Arc::new(AtomicUsize::new(0));
+        let config = EngineConfig {
+            max_num_seqs: 4,
+            max_num_batched_tokens: 64,
+            num_speculative_tokens: drafts,
+            ..roomy()
+        };
+        let executor = Rows {
+            inner,
+            most: Arc::clone(&most),
+        };
+        let engine = Engine::new(config, Box::new(executor), tokenizer(), 64).unwrap();
+        // 16 rows of a million logits for prompts, and those that are drawn from.
+        let planned = engine.max_logits_rows();
+        assert_eq!(planned, 16 + 4 * (drafts as usize + 1));
+        let mut bench = Bench::new(engine);
+        for id in 0..5 {
+            let params = SamplingParams {
+                prompt_logprobs: (id > 0).then_some(1),
+                allowed_token_ids: Some(vec![7]),
+                ..SamplingParams::greedy(6)
+            };
+            bench
+                .engine
+                .submit(request(id, prompt(id, 21), params))
+                .unwrap();
+        }
+        bench.run();
+        let most = most.load(Ordering::Relaxed);
+        assert!((16..=planned).contains(&most), "{most} of {planned}");
+        assert!((1..5).all(|id| bench.got[&id].prompt_logprobs.len() == 20));
     }
 }
