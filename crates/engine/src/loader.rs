@@ -18,7 +18,7 @@ use twinfer_kernels::{Compute, Isa, KernelError, ThreadTeam, numerics_class};
 use twinfer_protocol::Fingerprint;
 use twinfer_sys::{BlockArena, Pieces};
 use twinfer_text::ModelTexts;
-use xxhash_rust::xxh3::xxh3_128;
+use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
 /// Version of what a KV unit holds: `block_size` rows, token-major. With latent attention a row is
 /// `[latent | key]`, the key rotated in interleaved pairs; with grouped queries it is `[keys of all heads |
@@ -331,6 +331,11 @@ impl CheckedModel {
             }
         } else {
             self.checkpoint.format().name().to_owned()
+        };
+        let schemes = self.checkpoint.schemes();
+        let quantization = match schemes.is_empty() {
+            true => quantization,
+            false => format!("{quantization}-{:016x}", xxh3_64(schemes.as_bytes())),
         };
         let fingerprint = fingerprint(&self.config, builder.weights_hash(), quantization, options);
         let executor = CpuExecutor::new(

@@ -303,18 +303,38 @@ impl Checkpoint {
             .any(|scheme| !matches!(scheme, Scheme::Plain | Scheme::BlockFp8 { .. }))
     }
 
+    /// Names every quantised matrix with its scheme, in order of names: what the stored bytes alone do
+    /// not tell of how they are computed. Part of the fingerprint; empty for plain numbers.
+    pub(crate) fn schemes(&self) -> String {
+        let mut list: Vec<_> = self.schemes.iter().collect();
+        list.sort_unstable_by_key(|(name, _)| *name);
+        list.into_iter()
+            .map(|(name, scheme)| format!("{name} {scheme:?}\n"))
+            .collect()
+    }
+
     /// Reads a tensor into `buffer` of just its size: little-endian, row-major.
     ///
     /// # Errors
-    /// The file cannot be read, or has become shorter.
+    /// The file cannot be read, or has become shorter; no such tensor was checked, or it has another size.
     pub fn read(&self, name: &str, buffer: &mut [u8]) -> Result<(), WeightsError> {
         let Some((place, shard)) = self
             .places
             .get(name)
             .and_then(|place| Some((place, self.shards.get(place.shard)?)))
         else {
-            return Ok(());
+            return Err(WeightsError::Tensors {
+                missing: vec![name.to_owned()],
+                wrong: Vec::new(),
+            });
         };
+        if buffer.len() != place.len {
+            let wrong = format!("{name} has {} bytes, not {}", place.len, buffer.len());
+            return Err(WeightsError::Tensors {
+                missing: Vec::new(),
+                wrong: vec![wrong],
+            });
+        }
         shard.read(place, buffer)
     }
 

@@ -163,8 +163,14 @@ impl Format {
     }
 }
 
-/// Longest int8 row: k products of -128 and -128 fit an i32.
-const MAX_INT8_K: usize = (1 << 17) - 1;
+/// Longest int8 row: k products of -128 and -128 fit an i32; with a static offset k of 255 and 128.
+pub fn max_int8_k(activation: Activation) -> usize {
+    let step = match activation {
+        Activation::PerToken => 128,
+        Activation::Static { .. } => 255,
+    };
+    i32::MAX as usize / (128 * step)
+}
 
 impl Weight {
     /// Bytes of a packed `[n, k]`, `None` on overflow; for the memory plan, before anything is allocated.
@@ -428,10 +434,11 @@ fn joint_shape(parts: &[&Matrix]) -> Result<(usize, usize, DType), KernelError> 
 }
 
 fn checked_bytes(format: Format, n: usize, k: usize) -> Result<usize, KernelError> {
-    if let Format::Int8(_) = format {
+    if let Format::Int8(activation) = format {
+        let most = max_int8_k(activation);
         ensure_shape!(
-            k <= MAX_INT8_K,
-            "int8 rows of {k} values: sums of more than {MAX_INT8_K} do not fit 32 bits"
+            k <= most,
+            "int8 rows of {k} values: sums of more than {most} do not fit 32 bits"
         );
     }
     Weight::packed_bytes(format, n, k).ok_or_else(|| {

@@ -144,6 +144,12 @@ impl Model {
         named(error, words)
     }
 
+    /// What must be equal for KV to be exchanged.
+    pub(crate) fn fingerprint(&self) -> String {
+        let loaded = load(self.dir.path(), &options()).unwrap();
+        loaded.fingerprint.id
+    }
+
     /// Logits behind a short prompt.
     pub(crate) fn logits(&self) -> Vec<f32> {
         let mut executor = load(self.dir.path(), &options()).unwrap().executor;

@@ -103,7 +103,7 @@ pub(super) fn method(
 }
 
 /// Upper bound of what `str.format` writes, in units of 64 bytes: every number in the text may be a
-/// width, every field may show the longest argument.
+/// width, every field may show all of the longest argument.
 fn format_cost(text: &str, args: &[Value]) -> u64 {
     let widths = text
         .split(|c: char| !c.is_ascii_digit())
@@ -112,12 +112,38 @@ fn format_cost(text: &str, args: &[Value]) -> u64 {
         sum.saturating_add(run.parse().unwrap_or(u64::MAX))
     });
     let fields = text.matches('{').count() as u64;
-    let longest = args
-        .iter()
-        .map(|a| a.as_str().map_or(64, str::len))
-        .max()
-        .unwrap_or(0) as u64;
+    let longest = args.iter().map(shown_bytes).max().unwrap_or(0);
     widths.saturating_add(fields.saturating_mul(longest)) / 64
+}
+
+/// Bytes that a value prints at most, with all that it holds; `u64::MAX` for more than any template may
+/// write, so that values that hold each other many times over are not walked to their end.
+fn shown_bytes(value: &Value) -> u64 {
+    /// Longest escape of a byte in a quoted string.
+    const ESCAPE: u64 = 6;
+    /// Brackets, a number, a separator.
+    const FRAME: u64 = 64;
+    const MOST: u64 = 1 << 26;
+    const DEEPEST: usize = 128;
+    let (mut sum, mut pending) = (0_u64, vec![(value.clone(), 0)]);
+    while let Some((value, depth)) = pending.pop() {
+        let text = value.as_str().map_or(0, |text| text.len() as u64);
+        sum = sum.saturating_add(FRAME + text.saturating_mul(ESCAPE));
+        if sum > MOST || depth > DEEPEST {
+            return u64::MAX;
+        }
+        if value.as_str().is_some() {
+            continue;
+        }
+        let room = (MOST / FRAME) as usize;
+        for part in value.try_iter().into_iter().flatten().take(room) {
+            if value.kind() == ValueKind::Map {
+                pending.extend(value.get_item(&part).ok().map(|held| (held, depth + 1)));
+            }
+            pending.push((part, depth + 1));
+        }
+    }
+    sum
 }
 
 /// `{{ value }}` as Python's `str()`.
