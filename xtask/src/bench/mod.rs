@@ -223,10 +223,10 @@ fn row(target: &Target, measured: &Measured, rounds: usize) -> Result<Row> {
     if target.ratio.is_some() && samples.iter().any(|sample| sample.peer.is_none()) {
         bail!("row {name:?} has a ratio target and no peer in this run");
     }
-    let figures = samples
+    let mut figures = samples
         .iter()
         .flat_map(|sample| [sample.ours, sample.floor].into_iter().chain(sample.peer));
-    if let Some(odd) = figures.into_iter().find(|value| !value.is_finite()) {
+    if let Some(odd) = figures.find(|value| !value.is_finite()) {
         bail!("row {name:?} has {odd} among its figures");
     }
     Ok(Row::of(target, &samples))

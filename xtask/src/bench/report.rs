@@ -197,10 +197,7 @@ impl Report {
     }
 
     pub(super) fn print(&self) {
-        println!(
-            "{}; {}; {} rounds",
-            self.command, self.machine, self.rounds
-        );
+        println!("{}; {}; {} rounds", self.command, self.machine, self.rounds);
         for ceiling in &self.ceilings {
             println!(
                 "{}: {:.1} ({:.1} to {:.1})",
@@ -434,7 +431,10 @@ mod tests {
         ];
         let row = Row::of(&wanted, &rounds);
         assert!(row.met, "{:?}", row.short);
-        assert_eq!((row.ours, row.peer, row.ratio), (100.0, Some(50.0), Some(2.2)));
+        assert_eq!(
+            (row.ours, row.peer, row.ratio),
+            (100.0, Some(50.0), Some(2.2))
+        );
         let row = Row::of(&wanted, &[sample(90.0, 180.0, Some(50.0))]);
         assert_eq!(row.short.len(), 2, "{:?}", row.short);
     }

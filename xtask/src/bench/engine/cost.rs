@@ -65,7 +65,8 @@ impl Part {
 impl Cost {
     /// Of a model in bf16, or with linear layers and head in int8.
     pub(super) fn of(config: &ModelConfig, quantised: bool) -> Self {
-        let (mut always, mut experts, mut head) = (Part::default(), Part::default(), Part::default());
+        let (mut always, mut experts, mut head) =
+            (Part::default(), Part::default(), Part::default());
         let mut mtp = (Part::default(), Part::default());
         let behind_last = format!("model.layers.{}.", config.layers);
         for tensor in config.tensors(config.mtp_layers > 0).tensors {

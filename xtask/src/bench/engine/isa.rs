@@ -17,7 +17,10 @@ pub(super) fn avx2_peak(budget: Duration) -> Result<f64> {
 
 /// Products on AVX2 and in portable code, 10^9 operations per second. Pins the thread.
 pub(super) fn measure(at_least: Duration) -> Result<(f64, f64)> {
-    Ok((gemm(isa("avx2")?, at_least)?, gemm(isa("portable")?, at_least)?))
+    Ok((
+        gemm(isa("avx2")?, at_least)?,
+        gemm(isa("portable")?, at_least)?,
+    ))
 }
 
 fn isa(name: &str) -> Result<Isa> {

@@ -121,7 +121,11 @@ fn alone<T: Send>(work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
 /// Reads all weights once, so that what is timed finds them in the page cache.
 fn warm(directory: &Path) -> Result<()> {
     for entry in std::fs::read_dir(directory)?.flatten() {
-        if entry.path().extension().is_some_and(|end| end == "safetensors") {
+        if entry
+            .path()
+            .extension()
+            .is_some_and(|end| end == "safetensors")
+        {
             std::io::copy(&mut File::open(entry.path())?, &mut std::io::sink())?;
         }
     }
@@ -144,7 +148,10 @@ impl Bench<'_> {
         };
         let others = [
             ("f32 GOP/s", peaks::f32_fma(THREADS, budget)),
-            ("read GB/s, one core", peaks::read_bandwidth(1, budget, None)),
+            (
+                "read GB/s, one core",
+                peaks::read_bandwidth(1, budget, None),
+            ),
             ("read GB/s", peaks::read_bandwidth(THREADS, budget, None)),
         ];
         for (name, peak) in others {
@@ -182,7 +189,13 @@ impl Bench<'_> {
                     Ok((model.prefill(512)?, model.decode(1)?, model.decode(32)?))
                 })?;
                 let middle = CONTEXT + STEPS / 2;
-                self.insert(round, speed[0], rates.0, cost.prefill_floor(512, &machine), None);
+                self.insert(
+                    round,
+                    speed[0],
+                    rates.0,
+                    cost.prefill_floor(512, &machine),
+                    None,
+                );
                 for (row, batch, rate) in [(speed[1], 1, rates.1), (speed[2], 32, rates.2)] {
                     let floor = cost.decode_floor(batch, middle, &machine);
                     self.insert(round, row, rate, floor, None);
@@ -325,7 +338,8 @@ impl Bench<'_> {
             }
         }
 
-        let rows = ACCEPTED.map(|share| format!("MTP round, {name}, {:.0} % accepted", share * 100.0));
+        let rows =
+            ACCEPTED.map(|share| format!("MTP round, {name}, {:.0} % accepted", share * 100.0));
         if model.has_mtp && rows.iter().any(|row| plan.wants(row)) {
             let cost = Cost::of(&config, true);
             let machine = self.machine(cost.bytes(1, CONTEXT));
@@ -366,7 +380,8 @@ struct Peers {
 
 impl Peers {
     fn vllm_row(&self, row: &str) -> bool {
-        let speed = row.starts_with("prefill") || (row.starts_with("decode") && row.ends_with("W8A8"));
+        let speed =
+            row.starts_with("prefill") || (row.starts_with("decode") && row.ends_with("W8A8"));
         speed && row.contains(self.model)
     }
 

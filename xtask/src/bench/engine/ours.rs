@@ -157,5 +157,7 @@ pub(super) fn prompt(tokens: usize, sequence: usize) -> Vec<u32> {
 /// Tokens that follow in decode.
 fn continuation(sequence: usize, vocab: usize) -> Vec<u32> {
     let mixed = |step: usize| (sequence * 8191 + step + 1).wrapping_mul(2_654_435_761) >> 7;
-    (0..STEPS).map(|step| (mixed(step) % vocab) as u32).collect()
+    (0..STEPS)
+        .map(|step| (mixed(step) % vocab) as u32)
+        .collect()
 }

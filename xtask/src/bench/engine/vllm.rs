@@ -193,7 +193,10 @@ async fn course(client: &Client, sequence: usize) -> Result<Course> {
         while let Some((event, behind)) = rest.split_once("\n\n") {
             let data = event.strip_prefix("data: ").unwrap_or_default();
             let json: Value = serde_json::from_str(data).unwrap_or_default();
-            if let Some(tokens) = json["usage"]["completion_tokens"].as_u64().filter(|n| *n > 0) {
+            if let Some(tokens) = json["usage"]["completion_tokens"]
+                .as_u64()
+                .filter(|n| *n > 0)
+            {
                 course.push((at, tokens));
             }
             rest = behind.to_owned();
