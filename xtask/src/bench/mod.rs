@@ -69,6 +69,8 @@ struct Measured {
     ceilings: BTreeMap<String, Vec<f64>>,
     /// Worth telling beside the rows.
     notes: Vec<String>,
+    /// What could not be measured, and why; the rest is reported all the same.
+    failures: Vec<String>,
 }
 
 impl Args {
@@ -185,7 +187,7 @@ fn measure(args: &Args) -> Result<()> {
         quick: args.quick,
         wanted: targets.iter().map(|target| target.name.clone()).collect(),
     };
-    let measured = match args.group.as_str() {
+    let mut measured = match args.group.as_str() {
         "engine" => engine::measure(&plan, args.peers.as_deref())?,
         "handoff" => Measured::of(handoff::measure(plan.rounds)?),
         "router" => Measured::of(router::measure(plan.rounds)?),
@@ -193,11 +195,18 @@ fn measure(args: &Args) -> Result<()> {
     };
     let mut rows = Vec::new();
     for target in &targets {
-        rows.push(row(target, &measured, plan.rounds)?);
+        match row(target, &measured, plan.rounds) {
+            Ok(row) => rows.push(row),
+            Err(error) => measured.failures.push(format!("{error:#}")),
+        }
     }
+    let failures = std::mem::take(&mut measured.failures);
     let report = Report::new(args, rows, measured);
     report.print();
     report.write(args)?;
+    if !failures.is_empty() {
+        bail!("not everything was measured:\n{}", failures.join("\n"));
+    }
     if args.is_partial() {
         println!("a part of the benchmark: targets decide nothing");
         return Ok(());

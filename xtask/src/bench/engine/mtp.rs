@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 use twinfer_engine::{
     CpuExecutor, DraftWork, Engine, EngineConfig, EventRef, ExecError, Executor, KvGeometry,
-    KvMemory, KvSource, LoadOptions, Request, RequestId, SamplingParams, SeqWork, SpeculationStats,
+    KvSource, LoadOptions, Request, RequestId, SamplingParams, SeqWork, SpeculationStats,
     StepOutput, generate, load,
 };
 use twinfer_it::{demo_model, repository};

@@ -4,7 +4,7 @@ use super::{CONTEXT, STEPS, THREADS};
 use anyhow::{Context, Result, bail};
 use std::path::Path;
 use std::time::{Duration, Instant};
-use twinfer_config::{Dtype, ModelConfig};
+use twinfer_config::Dtype;
 use twinfer_engine::{
     CpuExecutor, Executor, KvMemory, LoadOptions, LoadedModel, SeqWork, check, load,
 };
@@ -14,7 +14,6 @@ const LONGEST: usize = 2048;
 const MOST_SEQUENCES: usize = 32;
 
 pub(super) struct Loaded {
-    pub(super) config: ModelConfig,
     /// Bytes of the checkpoint read per second of loading.
     pub(super) load_rate: f64,
     executor: CpuExecutor,
@@ -54,7 +53,6 @@ impl Loaded {
         let blocks = u32::try_from(decode.max(LONGEST / block_size))?;
         let (loaded, load_rate) = timed_load(path, &options(quantize, blocks)?)?;
         Ok(Self {
-            config: loaded.config,
             load_rate,
             executor: loaded.executor,
             at_least,
