@@ -159,6 +159,7 @@ pub(super) fn rounds(
         let script = Script {
             known: Arc::clone(&known),
             accepted: wanted,
+            owed: 0.5,
         };
         let (_, before, _) = run(None)?;
         let (ids, seconds, stats) = run(Some(script))?;
@@ -259,11 +260,13 @@ fn acceptance(before: SpeculationStats, after: SpeculationStats) -> Result<f64> 
     Ok((after.accepted[0] - before.accepted[0]) as f64 / drafted as f64)
 }
 
-/// Right drafts at a share of the positions, and wrong ones at the others.
+/// Right drafts for a share of the rounds, and wrong ones for the others.
 struct Script {
     /// Prompt and output.
     known: Arc<[u32]>,
     accepted: f64,
+    /// Right drafts due, less those that were given.
+    owed: f64,
 }
 
 /// The model, one sequence at a time, with its drafts computed and then replaced; without a script as if
@@ -320,15 +323,16 @@ impl Executor for Scripted {
     }
     fn draft(&mut self, works: &[DraftWork<'_>], drafts: &mut Vec<u32>) -> Result<(), ExecError> {
         self.model().draft(works, drafts)?;
-        let (Some(script), Some(work)) = (&self.script, works.first()) else {
+        let (Some(script), Some(work)) = (&mut self.script, works.first()) else {
             return Ok(());
         };
         // The token behind the settled rows is known; drafts follow it.
         let next = self.start + work.rows.end + 1;
         for (position, draft) in (next..).zip(drafts.iter_mut()) {
             if let Some(&right) = script.known.get(position) {
-                let drawn = (position as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-                let stands = (drawn as f64) < script.accepted * f64::from(u32::MAX);
+                script.owed += script.accepted;
+                let stands = script.owed >= 1.0;
+                script.owed -= f64::from(u8::from(stands));
                 *draft = if stands { right } else { right ^ 1 };
             }
         }
