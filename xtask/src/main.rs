@@ -10,7 +10,13 @@ mod soak;
 mod split;
 
 use clap::{Parser, Subcommand};
+use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
+use std::alloc::System;
 use std::process::ExitCode;
+
+/// Counts, for the benchmark of allocations.
+#[global_allocator]
+static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
 
 /// Chores of the project.
 #[derive(Parser)]

@@ -242,9 +242,8 @@ fn engine_bench() -> Result<()> {
         "TWINFER_PEERS must name the folder with the peers; docs/benchmarks.md says what it holds",
     )?;
     bench::run(&bench::Args {
-        group: "engine".to_owned(),
         peers: Some(peers.into()),
-        json: None,
+        ..bench::Args::of("engine")
     })
 }
 

@@ -9,6 +9,8 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::Isa;
+
 /// A measured rate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Peak {
@@ -102,6 +104,11 @@ pub fn int8_dot(threads: usize, budget: Duration) -> Peak {
     arithmetic(threads, budget, loops::int8_dot())
 }
 
+/// [`int8_dot`] within the instructions of `isa`, what a product on it can reach.
+pub fn int8_dot_on(isa: Isa, threads: usize, budget: Duration) -> Peak {
+    arithmetic(threads, budget, loops::int8_dot_on(isa))
+}
+
 fn arithmetic(threads: usize, budget: Duration, (instruction, body): (&'static str, Loop)) -> Peak {
     let threads = threads.max(1);
     // SAFETY: `loops` picks a loop whose instructions this processor has.
@@ -193,6 +200,7 @@ mod loops {
     use std::hint::black_box;
 
     use super::Loop;
+    use crate::isa::{Isa, Kind};
 
     const ROUNDS: usize = 20_000;
     /// Independent chains: more than latency times throughput of any processor so far.
@@ -229,6 +237,14 @@ mod loops {
             ("vpmaddubsw, vpmaddwd, vpaddd ymm", maddubs256)
         } else {
             ("scalar multiply, add", integer_multiply_add)
+        }
+    }
+
+    pub(super) fn int8_dot_on(isa: Isa) -> (&'static str, Loop) {
+        match isa.0 {
+            Kind::Avx512Bf16 | Kind::Avx512 => ("vpdpbusd zmm", vnni512),
+            Kind::Avx2 => ("vpmaddubsw, vpmaddwd, vpaddd ymm", maddubs256),
+            Kind::Portable => ("scalar multiply, add", integer_multiply_add),
         }
     }
 
@@ -346,6 +362,7 @@ mod loops {
     use std::hint::black_box;
 
     use super::Loop;
+    use crate::Isa;
 
     const ROUNDS: usize = 20_000;
 
@@ -359,6 +376,10 @@ mod loops {
 
     pub(super) fn int8_dot() -> (&'static str, Loop) {
         ("i32 multiply-add", integer)
+    }
+
+    pub(super) fn int8_dot_on(_isa: Isa) -> (&'static str, Loop) {
+        int8_dot()
     }
 
     unsafe fn float() -> usize {
@@ -396,6 +417,7 @@ mod tests {
                 f32_fma(threads, budget),
                 bf16_dot(threads, budget),
                 int8_dot(threads, budget),
+                int8_dot_on(Isa::best(), threads, budget),
             ] {
                 assert!(
                     peak.giga_per_second > 0.0 && peak.giga_per_second.is_finite(),

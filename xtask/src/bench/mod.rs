@@ -1,62 +1,56 @@
-//! Benchmarks: rows of bench/targets.toml, measured beside their floor in the same run.
+//! Benchmarks: rows of bench/targets.toml, measured beside their floor and the best peer in the same run.
 
 mod engine;
 mod handoff;
+mod report;
 mod router;
 
 use crate::run::{BUILD, cargo, check};
 use anyhow::{Context, Result, bail};
-use serde::{Deserialize, Serialize};
+use report::{Report, Row, Target};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 use twinfer_it::{profile, repository};
 
-/// Rounds of a run; ours and floor alternate in each, medians count.
+/// Rounds of a run; ours, peers and floor alternate in each, medians count.
 const ROUNDS: usize = 3;
 
 /// For all rounds of a group.
 const MEASURING: Duration = Duration::from_secs(3 * 60 * 60);
 
 /// What to measure.
-#[derive(clap::Args)]
+#[derive(clap::Args, Clone)]
 pub(crate) struct Args {
     /// Group of rows in bench/targets.toml: `engine`, `handoff` or `router`.
     pub(crate) group: String,
     /// Folder with the peers that `engine` is measured against; docs/benchmarks.md says what it holds.
     #[arg(long)]
     pub(crate) peers: Option<PathBuf>,
-    /// Write the rows here as JSON.
+    /// Write the figures here as JSON.
     #[arg(long)]
     pub(crate) json: Option<PathBuf>,
+    /// Write the table for docs/benchmarks.md here.
+    #[arg(long)]
+    pub(crate) table: Option<PathBuf>,
+    /// Only rows whose name contains this; for development: targets are compared, and decide nothing.
+    #[arg(long)]
+    pub(crate) only: Option<String>,
+    /// One round of short measurements of this build, whatever its profile; for development, as `--only`.
+    #[arg(long)]
+    pub(crate) quick: bool,
 }
 
-/// A row as bench/targets.toml asks for it.
-#[derive(Clone, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Target {
-    name: String,
-    unit: String,
-    better: Better,
-    /// What the floor is.
-    floor: String,
-    /// Least `ratio` against a peer.
-    #[serde(default)]
-    ratio: Option<f64>,
-    /// Least share of the floor.
-    #[serde(default)]
-    share: Option<f64>,
-}
-
-#[derive(Clone, Copy, PartialEq, Deserialize, Serialize)]
-#[serde(rename_all = "lowercase")]
-enum Better {
-    Higher,
-    Lower,
+/// What a run is to measure.
+struct Plan {
+    rounds: usize,
+    /// Short measurements.
+    quick: bool,
+    wanted: Vec<String>,
 }
 
 /// Figures of one round of one row.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 struct Sample {
     ours: f64,
     floor: f64,
@@ -67,24 +61,73 @@ struct Sample {
 /// Figures of one round, by the row's name.
 type Round = BTreeMap<String, Sample>;
 
-/// A row as measured.
-#[derive(Serialize)]
-struct Row {
-    name: String,
-    unit: String,
-    better: Better,
-    ours: f64,
-    peer: Option<f64>,
-    floor: f64,
-    /// Times better than the peer.
-    ratio: Option<f64>,
-    /// Share of the floor.
-    share: f64,
-    /// Least share.
-    target: Option<f64>,
-    /// Least ratio.
-    target_ratio: Option<f64>,
-    met: bool,
+/// What a group has measured.
+#[derive(Default)]
+struct Measured {
+    rounds: Vec<Round>,
+    /// What the machine could do, name and unit to one value per measurement.
+    ceilings: BTreeMap<String, Vec<f64>>,
+    /// Worth telling beside the rows.
+    notes: Vec<String>,
+    /// What could not be measured, and why; the rest is reported all the same.
+    failures: Vec<String>,
+}
+
+impl Args {
+    pub(crate) fn of(group: &str) -> Self {
+        Self {
+            group: group.to_owned(),
+            peers: None,
+            json: None,
+            table: None,
+            only: None,
+            quick: false,
+        }
+    }
+
+    fn is_partial(&self) -> bool {
+        self.quick || self.only.is_some()
+    }
+}
+
+impl Plan {
+    fn wants(&self, row: &str) -> bool {
+        self.wanted.iter().any(|wanted| wanted == row)
+    }
+
+    /// A whole measurement's time, or a tenth of it.
+    fn time(&self, whole: Duration) -> Duration {
+        if self.quick { whole / 10 } else { whole }
+    }
+}
+
+impl Measured {
+    fn empty(rounds: usize) -> Self {
+        Self {
+            rounds: (0..rounds).map(|_| Round::new()).collect(),
+            ..Self::default()
+        }
+    }
+
+    fn of(rounds: Vec<Round>) -> Self {
+        Self {
+            rounds,
+            ..Self::default()
+        }
+    }
+
+    fn insert(&mut self, round: usize, name: impl Into<String>, sample: Sample) {
+        if let Some(round) = self.rounds.get_mut(round) {
+            round.insert(name.into(), sample);
+        }
+    }
+
+    fn ceiling(&mut self, name: &str, value: f64) {
+        self.ceilings
+            .entry(name.to_owned())
+            .or_default()
+            .push(value);
+    }
 }
 
 /// The profile of the shipped binary, which is the one to measure.
@@ -92,7 +135,7 @@ const PROFILE: &str = "dist";
 
 /// Measures with [`PROFILE`]: a build of another one builds that and hands over to it.
 pub(crate) fn run(args: &Args) -> Result<()> {
-    if profile() == PROFILE {
+    if args.quick || profile() == PROFILE {
         return measure(args);
     }
     let with_profile = |command: &[&str]| {
@@ -106,10 +149,17 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     check(with_profile(&["build"]).args(["twinfer-cli"]), BUILD)?;
     let mut bench = with_profile(&["run"]);
     bench.args(["xtask", "--", "bench", &args.group]);
-    for (flag, path) in [("--json", &args.json), ("--peers", &args.peers)] {
+    for (flag, path) in [
+        ("--json", &args.json),
+        ("--peers", &args.peers),
+        ("--table", &args.table),
+    ] {
         if let Some(path) = path {
             bench.arg(flag).arg(std::path::absolute(path)?);
         }
+    }
+    if let Some(only) = &args.only {
+        bench.args(["--only", only]);
     }
     check(&mut bench, MEASURING)
 }
@@ -119,97 +169,76 @@ fn measure(args: &Args) -> Result<()> {
         .context("bench/targets.toml")?;
     let mut groups: BTreeMap<String, Vec<Target>> =
         toml::from_str(&text).context("bench/targets.toml")?;
-    let Some(targets) = groups.remove(&args.group) else {
+    let Some(mut targets) = groups.remove(&args.group) else {
         bail!(
             "group is {:?}; there are {:?}",
             args.group,
             groups.keys().collect::<Vec<_>>()
         );
     };
-    let rounds = match args.group.as_str() {
-        "engine" => engine::measure(ROUNDS, args.peers.as_deref())?,
-        "handoff" => handoff::measure(ROUNDS)?,
-        "router" => router::measure(ROUNDS)?,
+    if let Some(only) = &args.only {
+        targets.retain(|target| target.name.contains(only.as_str()));
+        if targets.is_empty() {
+            bail!("no row of {} has {only:?} in its name", args.group);
+        }
+    }
+    let plan = Plan {
+        rounds: if args.quick { 1 } else { ROUNDS },
+        quick: args.quick,
+        wanted: targets.iter().map(|target| target.name.clone()).collect(),
+    };
+    let mut measured = match args.group.as_str() {
+        "engine" => engine::measure(&plan, args.peers.as_deref())?,
+        "handoff" => Measured::of(handoff::measure(plan.rounds)?),
+        "router" => Measured::of(router::measure(plan.rounds)?),
         other => bail!("group {other} has targets and no measurement"),
     };
     let mut rows = Vec::new();
     for target in &targets {
-        let samples: Vec<Sample> = rounds
-            .iter()
-            .filter_map(|round| round.get(target.name.as_str()).copied())
-            .collect();
-        if samples.len() != ROUNDS {
-            bail!(
-                "row {:?} was measured in {} of {ROUNDS} rounds",
-                target.name,
-                samples.len()
-            );
+        match row(target, &measured, plan.rounds) {
+            Ok(row) => rows.push(row),
+            Err(error) => measured.failures.push(format!("{error:#}")),
         }
-        if target.ratio.is_some() && samples.iter().any(|sample| sample.peer.is_none()) {
-            bail!(
-                "row {:?} has a ratio target and no peer in this run",
-                target.name
-            );
-        }
-        rows.push(row(target, &samples));
     }
-    for (row, target) in rows.iter().zip(&targets) {
-        println!(
-            "{:<60} {:>10.3} {:<10} floor {:>10.3} share {:>5.2}{}{}",
-            row.name,
-            row.ours,
-            row.unit,
-            row.floor,
-            row.share,
-            match (row.peer, row.ratio) {
-                (Some(peer), Some(ratio)) => format!(" peer {peer:>10.3} ratio {ratio:>5.2}"),
-                _ => String::new(),
-            },
-            if row.met { "" } else { "  NOT MET" },
-        );
-        println!("    floor: {}", target.floor);
+    let failures = std::mem::take(&mut measured.failures);
+    let report = Report::new(args, rows, measured);
+    report.print();
+    report.write(args)?;
+    if !failures.is_empty() {
+        bail!("not everything was measured:\n{}", failures.join("\n"));
     }
-    if let Some(path) = &args.json {
-        std::fs::write(path, serde_json::to_string_pretty(&rows)? + "\n")
-            .with_context(|| format!("{}", path.display()))?;
+    if args.is_partial() {
+        println!("a part of the benchmark: targets decide nothing");
+        return Ok(());
     }
-    if rows.iter().any(|row| !row.met) {
-        bail!("a target is not met");
-    }
-    Ok(())
+    report.verdict()
 }
 
-fn row(target: &Target, samples: &[Sample]) -> Row {
-    let ours = median(samples.iter().map(|sample| sample.ours));
-    let floor = median(samples.iter().map(|sample| sample.floor));
-    let share = median(samples.iter().map(|sample| match target.better {
-        Better::Higher => sample.ours / sample.floor,
-        Better::Lower => sample.floor / sample.ours,
-    }));
-    let peers: Option<Vec<f64>> = samples.iter().map(|sample| sample.peer).collect();
-    let ratios = samples.iter().filter_map(|sample| {
-        sample.peer.map(|peer| match target.better {
-            Better::Higher => sample.ours / peer,
-            Better::Lower => peer / sample.ours,
-        })
-    });
-    let ratio = peers.as_ref().map(|_| median(ratios));
-    Row {
-        name: target.name.clone(),
-        unit: target.unit.clone(),
-        better: target.better,
-        ours,
-        peer: peers.map(|peers| median(peers.into_iter())),
-        floor,
-        ratio,
-        share,
-        target: target.share,
-        target_ratio: target.ratio,
-        met: target.share.is_none_or(|least| share >= least)
-            && target
-                .ratio
-                .is_none_or(|least| ratio.is_some_and(|ratio| ratio >= least)),
+/// The row of a target; a figure that is missing is an error.
+fn row(target: &Target, measured: &Measured, rounds: usize) -> Result<Row> {
+    let name = &target.name;
+    let samples: Vec<Sample> = measured
+        .rounds
+        .iter()
+        .filter_map(|round| round.get(name.as_str()).copied())
+        .collect();
+    let expected = if target.once { 1 } else { rounds };
+    if samples.len() < expected {
+        bail!(
+            "row {name:?} was measured in {} of {expected} rounds",
+            samples.len()
+        );
     }
+    if target.ratio.is_some() && samples.iter().any(|sample| sample.peer.is_none()) {
+        bail!("row {name:?} has a ratio target and no peer in this run");
+    }
+    let mut figures = samples
+        .iter()
+        .flat_map(|sample| [sample.ours, sample.floor].into_iter().chain(sample.peer));
+    if let Some(odd) = figures.find(|value| !value.is_finite()) {
+        bail!("row {name:?} has {odd} among its figures");
+    }
+    Ok(Row::of(target, &samples))
 }
 
 fn median(values: impl Iterator<Item = f64>) -> f64 {

@@ -1,49 +1,62 @@
 //! Our own executor, steps made by hand.
 
-use super::THREADS;
-use anyhow::{Context, Result};
+use super::{CONTEXT, STEPS, THREADS};
+use anyhow::{Context, Result, bail};
 use std::path::Path;
 use std::time::{Duration, Instant};
-use twinfer_config::{Dtype, ModelConfig};
-use twinfer_engine::{CpuExecutor, Executor, KvMemory, LoadOptions, SeqWork, load};
+use twinfer_config::Dtype;
+use twinfer_engine::{
+    CpuExecutor, Executor, KvMemory, LoadOptions, LoadedModel, SeqWork, check, load,
+};
+use xxhash_rust::xxh3::xxh3_64;
 
-/// Tokens before decoding starts, as in llama-batched-bench with `-npp 128`.
-const CONTEXT: usize = 128;
-/// Tokens decoded per sequence.
-const STEPS: usize = 32;
-/// A measurement repeats its work for at least so long.
-const AT_LEAST: Duration = Duration::from_millis(1500);
 const LONGEST: usize = 2048;
 const MOST_SEQUENCES: usize = 32;
 
 pub(super) struct Loaded {
-    pub(super) config: ModelConfig,
-    pub(super) bytes_per_value: f64,
+    /// Bytes of the checkpoint read per second of loading.
+    pub(super) load_rate: f64,
     executor: CpuExecutor,
+    /// A measurement repeats its work for at least so long.
+    at_least: Duration,
+    /// Hash of the logits of the first sequence after each step of decode.
+    seen: Vec<u64>,
+}
+
+/// As the plan does: an instance has cores of its own, and its threads may spin on them.
+pub(super) fn options(quantize: bool, blocks: u32) -> Result<LoadOptions<'static>> {
+    let cpus = twinfer_sys::available_cpus()?;
+    Ok(LoadOptions {
+        dtype: Dtype::Bf16,
+        quantize,
+        threads: THREADS,
+        cpus: Some(cpus.into_iter().take(THREADS).collect()),
+        max_num_batched_tokens: LONGEST,
+        max_num_seqs: MOST_SEQUENCES,
+        kv: KvMemory::Blocks(blocks),
+        ..LoadOptions::default()
+    })
+}
+
+/// A model and the checkpoint bytes per second that it was loaded at.
+pub(super) fn timed_load(path: &Path, options: &LoadOptions<'_>) -> Result<(LoadedModel, f64)> {
+    let bytes = check(path, options)?.file_bytes as f64;
+    let start = Instant::now();
+    let loaded = load(path, options)?;
+    Ok((loaded, bytes / start.elapsed().as_secs_f64()))
 }
 
 impl Loaded {
-    pub(super) fn open(path: &Path, dtype: Dtype, quantize: bool) -> Result<Self> {
+    pub(super) fn open(path: &Path, quantize: bool, at_least: Duration) -> Result<Self> {
         let block_size = LoadOptions::default().block_size;
         let decode = MOST_SEQUENCES * (CONTEXT + STEPS).div_ceil(block_size);
-        let cpus = twinfer_sys::available_cpus()?;
-        let options = LoadOptions {
-            dtype,
-            quantize,
-            threads: THREADS,
-            // As the plan does: an instance has cores of its own, and its threads may spin on them.
-            cpus: Some(cpus.into_iter().take(THREADS).collect()),
-            max_num_batched_tokens: LONGEST,
-            max_num_seqs: MOST_SEQUENCES,
-            kv: KvMemory::Blocks(u32::try_from(decode.max(LONGEST / block_size))?),
-            ..LoadOptions::default()
-        };
-        let loaded = load(path, &options)?;
-        let values = loaded.config.tensors(false).values() as f64;
+        let blocks = u32::try_from(decode.max(LONGEST / block_size))?;
+        let (loaded, load_rate) = timed_load(path, &options(quantize, blocks)?)?;
         Ok(Self {
-            bytes_per_value: loaded.weight_bytes as f64 / values,
-            config: loaded.config,
+            load_rate,
             executor: loaded.executor,
+            at_least,
+            seen: Vec::new(),
         })
     }
 
@@ -60,16 +73,26 @@ impl Loaded {
         };
         let mut logits = Vec::new();
         self.executor.execute(&[work], &mut logits)?;
+        let first = logits.clone();
+        if first.iter().any(|value| !value.is_finite()) {
+            bail!("prefill of {tokens} tokens gives logits that are not finite");
+        }
         let start = Instant::now();
         let mut done = 0;
-        while done == 0 || start.elapsed() < AT_LEAST {
+        while done == 0 || start.elapsed() < self.at_least {
             self.executor.execute(&[work], &mut logits)?;
             done += tokens;
         }
-        Ok(done as f64 / start.elapsed().as_secs_f64())
+        let rate = done as f64 / start.elapsed().as_secs_f64();
+        if logits != first {
+            bail!("two prefills of the same {tokens} tokens give different logits");
+        }
+        Ok(rate)
     }
 
-    /// Tokens per second of `sequences` sequences together.
+    /// Tokens per second of `sequences` sequences together, whose tokens are given: which experts they
+    /// meet must not depend on what a model of random weights repeats. The first sequence's logits must
+    /// be the same in every batch.
     pub(super) fn decode(&mut self, sequences: usize) -> Result<f64> {
         let block_size = self.executor.geometry().block_size;
         let each = (CONTEXT + STEPS).div_ceil(block_size) as u32;
@@ -87,31 +110,37 @@ impl Loaded {
             self.executor.execute(&[work], &mut logits)?;
         }
         let vocab = self.executor.vocab_size();
-        let mut last: Vec<u32> = (0..sequences as u32).map(|i| 10 + i).collect();
+        let tokens: Vec<Vec<u32>> = (0..sequences).map(|i| continuation(i, vocab)).collect();
         let start = Instant::now();
         let mut done = 0;
-        while done == 0 || start.elapsed() < AT_LEAST {
+        let mut hashes = Vec::with_capacity(STEPS);
+        while done == 0 || start.elapsed() < self.at_least {
+            hashes.clear();
             for step in 0..STEPS {
-                let batch: Vec<SeqWork<'_>> = last
+                let batch: Vec<SeqWork<'_>> = tokens
                     .iter()
                     .zip(&tables)
-                    .map(|(token, table)| SeqWork {
-                        tokens: std::slice::from_ref(token),
+                    .map(|(tokens, table)| SeqWork {
+                        tokens: &tokens[step..=step],
                         start: CONTEXT + step,
                         blocks: table,
                         logits_from: Some(0),
                     })
                     .collect();
                 self.executor.execute(&batch, &mut logits)?;
-                last = logits
-                    .chunks_exact(vocab)
-                    .map(best)
-                    .collect::<Option<Vec<u32>>>()
-                    .context("logits are empty")?;
+                let row = logits.get(..vocab).context("a row of logits is missing")?;
+                hashes.push(xxh3_64(bytemuck::cast_slice(row)));
             }
             done += sequences * STEPS;
         }
-        Ok(done as f64 / start.elapsed().as_secs_f64())
+        let rate = done as f64 / start.elapsed().as_secs_f64();
+        if self.seen.is_empty() {
+            self.seen.clone_from(&hashes);
+        }
+        if self.seen != hashes {
+            bail!("in a batch of {sequences} the first sequence's logits are others");
+        }
+        Ok(rate)
     }
 }
 
@@ -123,7 +152,10 @@ pub(super) fn prompt(tokens: usize, sequence: usize) -> Vec<u32> {
         .collect()
 }
 
-fn best(row: &[f32]) -> Option<u32> {
-    let best = row.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1));
-    best.map(|(i, _)| i as u32)
+/// Tokens that follow in decode.
+fn continuation(sequence: usize, vocab: usize) -> Vec<u32> {
+    let mixed = |step: usize| (sequence * 8191 + step + 1).wrapping_mul(2_654_435_761) >> 7;
+    (0..STEPS)
+        .map(|step| (mixed(step) % vocab) as u32)
+        .collect()
 }

@@ -1,8 +1,11 @@
 //! vLLM on CPU through its server, since it has no other way to measure a running engine.
 
 use super::ours::prompt;
+use super::{CONTEXT, STEPS};
 use anyhow::{Context, Result, bail};
-use serde_json::json;
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+use serde_json::{Value, json};
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -11,11 +14,15 @@ use twinfer_it::{Client, free_port};
 const START: Duration = Duration::from_secs(400);
 const NAME: &str = "model";
 
+/// A server. It stands still unless it is measured, so that it takes nothing from the others.
 pub(super) struct Vllm {
     child: Child,
     client: Client,
     runtime: tokio::runtime::Runtime,
 }
+
+/// When a sequence had how many tokens.
+type Course = Vec<(Instant, u64)>;
 
 impl Vllm {
     /// Starts `vllm serve` of the environment `vllm` below the peers' folder and waits for it.
@@ -24,6 +31,7 @@ impl Vllm {
         if !program.exists() {
             bail!("{} does not exist", program.display());
         }
+        eprintln!("$ {} serve {}", program.display(), model.display());
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
@@ -34,6 +42,7 @@ impl Vllm {
             peers.join("vllm/bin").display(),
             std::env::var("PATH").unwrap_or_default()
         );
+        let log = tempfile::NamedTempFile::new()?;
         let child = Command::new(&program)
             .arg("serve")
             .arg(model)
@@ -49,8 +58,9 @@ impl Vllm {
             .env("DO_NOT_TRACK", "1")
             .env("VLLM_HOST_IP", "127.0.0.1")
             .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
+            .stdout(log.reopen()?)
+            .stderr(log.reopen()?)
+            .process_group(0)
             .spawn()
             .with_context(|| format!("{}", program.display()))?;
         let mut vllm = Self {
@@ -58,15 +68,22 @@ impl Vllm {
             client: Client::new(format!("127.0.0.1:{port}")),
             runtime,
         };
+        let said = || {
+            let text = std::fs::read_to_string(log.path()).unwrap_or_default();
+            let lines: Vec<&str> = text.lines().collect();
+            lines[lines.len().saturating_sub(30)..].join("\n")
+        };
         let start = Instant::now();
         while !vllm.healthy() {
             if let Some(status) = vllm.child.try_wait()? {
-                bail!("vllm serve ended with {status} before it was ready");
+                bail!("vllm serve ended with {status}: {}", said());
             }
             if start.elapsed() > START {
-                bail!("vllm serve was not ready within {} s", START.as_secs());
+                bail!("vllm serve was not ready within {START:?}: {}", said());
             }
         }
+        vllm.prefill_once(64)?;
+        vllm.signal(Signal::STOP);
         Ok(vllm)
     }
 
@@ -79,59 +96,131 @@ impl Vllm {
 
     /// Tokens per second of one prompt, by the time to its only output token.
     pub(super) fn prefill(&self, tokens: usize) -> Result<f64> {
-        let seconds = self.seconds(1, tokens, 1)?;
-        Ok(tokens as f64 / seconds)
+        self.awake(|| self.prefill_once(tokens))
     }
 
-    /// Tokens per second of `sequences` sequences together, 32 tokens each after 128: the time of 33
-    /// tokens less that of one.
-    pub(super) fn decode(&self, sequences: usize) -> Result<f64> {
-        let first = self.seconds(sequences, 128, 1)?;
-        let all = self.seconds(sequences, 128, 33)?;
-        Ok((sequences * 32) as f64 / (all - first).max(1e-9))
-    }
-
-    fn seconds(&self, sequences: usize, tokens: usize, output: usize) -> Result<f64> {
+    fn prefill_once(&self, tokens: usize) -> Result<f64> {
+        let start = Instant::now();
         self.runtime.block_on(async {
-            let start = Instant::now();
+            let body = body(prompt(tokens, 0), 1);
+            let answer = self.client.post("/v1/completions", &body).await;
+            let answer = answer.map_err(anyhow::Error::msg)?;
+            if answer.status != 200 {
+                bail!("vLLM answered {}: {}", answer.status, answer.text());
+            }
+            Ok(())
+        })?;
+        Ok(tokens as f64 / start.elapsed().as_secs_f64())
+    }
+
+    /// Tokens per second of `sequences` sequences together, from where all have their first token until
+    /// one has its last.
+    pub(super) fn decode(&self, sequences: usize) -> Result<f64> {
+        let courses = self.awake(|| self.courses(sequences))?;
+        let begin = courses.iter().filter_map(|course| course.first()).max();
+        let end = courses.iter().filter_map(|course| course.last()).min();
+        let (Some(&(begin, _)), Some(&(end, _))) = (begin, end) else {
+            bail!("vLLM sent no tokens");
+        };
+        let until = |course: &Course, limit: Instant| {
+            let before = course.iter().take_while(|(at, _)| *at <= limit);
+            before.last().map_or(0, |(_, tokens)| *tokens)
+        };
+        let tokens: u64 = courses
+            .iter()
+            .map(|course| until(course, end) - until(course, begin))
+            .sum();
+        if tokens < (sequences * STEPS / 2) as u64 {
+            bail!("of {sequences} sequences only {tokens} tokens came while all were decoding");
+        }
+        Ok(tokens as f64 / (end - begin).as_secs_f64())
+    }
+
+    fn courses(&self, sequences: usize) -> Result<Vec<Course>> {
+        self.runtime.block_on(async {
             let mut open = tokio::task::JoinSet::new();
             for sequence in 0..sequences {
                 let client = self.client.clone();
-                open.spawn(async move {
-                    let body = json!({
-                        "model": NAME, "prompt": prompt(tokens, sequence), "max_tokens": output,
-                        "temperature": 0, "ignore_eos": true,
-                    });
-                    client.post("/v1/completions", &body).await
-                });
+                open.spawn(async move { course(&client, sequence).await });
             }
-            while let Some(answer) = open.join_next().await {
-                let answer = answer?.map_err(|error| anyhow::anyhow!("{error}"))?;
-                if answer.status != 200 {
-                    bail!("vLLM answered {}: {}", answer.status, answer.text());
-                }
+            let mut courses = Vec::new();
+            while let Some(course) = open.join_next().await {
+                courses.push(course??);
             }
-            Ok(start.elapsed().as_secs_f64())
+            Ok(courses)
         })
     }
+
+    fn awake<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.signal(Signal::CONT);
+        let result = work();
+        self.signal(Signal::STOP);
+        result
+    }
+
+    /// To the server and the processes that it started.
+    fn signal(&self, signal: Signal) {
+        if let Some(group) = self.pid() {
+            // An error means that it has ended, which the next request shows.
+            let _ = kill_process_group(group, signal);
+        }
+    }
+
+    fn pid(&self) -> Option<Pid> {
+        Pid::from_raw(i32::try_from(self.child.id()).ok()?)
+    }
+}
+
+fn body(prompt: Vec<u32>, tokens: usize) -> Value {
+    json!({
+        "model": NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": true,
+    })
+}
+
+async fn course(client: &Client, sequence: usize) -> Result<Course> {
+    let mut body = body(prompt(CONTEXT, sequence), STEPS + 1);
+    body["stream"] = true.into();
+    body["stream_options"] = json!({"include_usage": true, "continuous_usage_stats": true});
+    let stream = client.stream("/v1/completions", &body).await;
+    let mut stream = stream.map_err(anyhow::Error::msg)?;
+    if stream.status != 200 {
+        bail!("vLLM answered {}", stream.status);
+    }
+    let (mut course, mut rest) = (Course::new(), String::new());
+    while let Some(piece) = stream.piece().await.map_err(anyhow::Error::msg)? {
+        let at = Instant::now();
+        rest.push_str(&String::from_utf8_lossy(&piece));
+        while let Some((event, behind)) = rest.split_once("\n\n") {
+            let data = event.strip_prefix("data: ").unwrap_or_default();
+            let json: Value = serde_json::from_str(data).unwrap_or_default();
+            if let Some(tokens) = json["usage"]["completion_tokens"]
+                .as_u64()
+                .filter(|n| *n > 0)
+            {
+                course.push((at, tokens));
+            }
+            rest = behind.to_owned();
+        }
+    }
+    Ok(course)
 }
 
 impl Drop for Vllm {
     fn drop(&mut self) {
-        let pid = i32::try_from(self.child.id()).ok();
-        if let Some(pid) = pid.and_then(rustix::process::Pid::from_raw) {
+        self.signal(Signal::CONT);
+        if let Some(pid) = self.pid() {
             // It ends its own processes when it is told to, not when it is killed.
-            let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
+            let _ = kill_process(pid, Signal::TERM);
         }
         let start = Instant::now();
         while start.elapsed() < Duration::from_secs(20) {
             if matches!(self.child.try_wait(), Ok(Some(_)) | Err(_)) {
-                return;
+                break;
             }
             self.runtime
-                .block_on(tokio::time::sleep(Duration::from_millis(100)));
+                .block_on(async { tokio::time::sleep(Duration::from_millis(100)).await });
         }
-        let _ = self.child.kill();
+        self.signal(Signal::KILL);
         let _ = self.child.wait();
     }
 }
