@@ -1,5 +1,5 @@
-use crate::LogFormat;
 use crate::flag::whole;
+use crate::{EnvironmentKeys, LogFormat};
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -133,6 +133,11 @@ pub struct RouterConfig {
     #[arg(long)]
     pub peer_key_file: Option<PathBuf>,
 
+    /// Keys of the environment.
+    #[arg(skip)]
+    #[serde(skip)]
+    pub environment_keys: EnvironmentKeys,
+
     /// Form of log lines.
     #[arg(long, value_enum, default_value_t)]
     pub log_format: LogFormat,
@@ -165,6 +170,7 @@ impl Default for RouterConfig {
             drain_timeout: 30.0,
             api_key_file: None,
             peer_key_file: None,
+            environment_keys: EnvironmentKeys::default(),
             log_format: LogFormat::default(),
         }
     }

@@ -1,3 +1,4 @@
+use crate::EnvironmentKeys;
 use crate::flag::whole;
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
@@ -229,6 +230,11 @@ pub struct ServeConfig {
     /// TWINFER_PEER_KEY or OPENAI_API_KEY; else peers are accepted on loopback only.
     #[arg(long)]
     pub peer_key_file: Option<PathBuf>,
+
+    /// Keys of the environment.
+    #[arg(skip)]
+    #[serde(skip)]
+    pub environment_keys: EnvironmentKeys,
 
     /// Form of log lines.
     #[arg(long, value_enum, default_value_t)]

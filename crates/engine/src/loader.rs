@@ -508,9 +508,6 @@ fn fingerprint(
 ) -> Fingerprint {
     let hash = |text: &str| format!("{:032x}", xxh3_128(text.as_bytes()));
     let mut identity = config.identity();
-    if options.mtp {
-        identity.push_str(" mtp");
-    }
     for frequency in config.rope.frequencies(config.rope_dim()) {
         identity.push_str(&format!(" {:08x}", frequency.to_bits()));
     }
@@ -527,6 +524,7 @@ fn fingerprint(
         block_size: options.block_size as u32,
         kv_layout: KV_LAYOUT,
         numerics: format!("{}-m{MODEL_REVISION}-exact", numerics_class()),
+        mtp: options.mtp,
     };
     fingerprint.id = hash(&format!("{fingerprint:?}"));
     fingerprint

@@ -20,9 +20,7 @@ use tokio_util::sync::CancellationToken;
 use twinfer_config::ServeConfig;
 use twinfer_engine::KvGeometry;
 use twinfer_http::{Drain, DrainState, Host, Listener, Secret, ServeOptions};
-use twinfer_protocol::{
-    API_KEY_ENV, Epoch, Fingerprint, InstanceCard, Limits, PEER_KEY_ENV, PEER_KEY_ENV_COMPAT, Role,
-};
+use twinfer_protocol::{Epoch, Fingerprint, InstanceCard, Limits, Role};
 use twinfer_sys::BlockArena;
 use twinfer_text::{ChatTemplate, Tokenizer};
 
@@ -108,10 +106,15 @@ where
         + 'static,
 {
     let settings = Settings::of(&config)?;
-    let api_key = Secret::load(config.api_key_file.as_deref(), &[API_KEY_ENV])?;
+    let api_key = Secret::load(
+        "api-key-file",
+        config.api_key_file.as_deref(),
+        config.environment_keys.api.as_ref(),
+    )?;
     let peer_key = Secret::load(
+        "peer-key-file",
         config.peer_key_file.as_deref(),
-        &[PEER_KEY_ENV, PEER_KEY_ENV_COMPAT],
+        config.environment_keys.peer.as_ref(),
     )?;
     for peer in &config.pd_peers {
         Peer::parse(peer.trim()).map_err(|e| ServeError::Config(e.to_string()))?;
