@@ -1,4 +1,4 @@
-use crate::flag::whole;
+use crate::flag::{port, positive, whole};
 use crate::{EnvironmentKeys, LogFormat};
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
@@ -40,7 +40,7 @@ pub struct RouterConfig {
     pub host: String,
 
     /// Port to listen on; 0 picks a free one and prints it.
-    #[arg(long, default_value_t = 8000)]
+    #[arg(long, default_value_t = 8000, value_parser = port)]
     pub port: u16,
 
     /// A prefill instance's URL; repeat the flag or separate by commas.
@@ -104,11 +104,13 @@ pub struct RouterConfig {
     pub idle_timeout: f64,
 
     /// Instances tried per leg before the client gets the error.
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value_t = 3, value_parser = positive)]
+    #[schemars(range(min = 1))]
     pub max_attempts: u32,
 
     /// Requests in flight; more are refused with 429.
-    #[arg(long, default_value_t = 1024)]
+    #[arg(long, default_value_t = 1024, value_parser = positive)]
+    #[schemars(range(min = 1))]
     pub max_inflight: u32,
 
     /// Largest request body, in bytes.

@@ -17,7 +17,7 @@ use std::time::Duration;
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
-use twinfer_config::ServeConfig;
+use twinfer_config::{FlagError, ServeConfig};
 use twinfer_engine::KvGeometry;
 use twinfer_http::{Drain, DrainState, Host, Listener, Secret, ServeOptions};
 use twinfer_protocol::{Epoch, Fingerprint, InstanceCard, Limits, Role};
@@ -117,7 +117,13 @@ where
         config.environment_keys.peer.as_ref(),
     )?;
     for peer in &config.pd_peers {
-        Peer::parse(peer.trim()).map_err(|e| ServeError::Config(e.to_string()))?;
+        Peer::parse(peer.trim()).map_err(|error| {
+            let allowed = format!(
+                "{}; allowed: host:port of a prefill instance's KV channel, such as 10.0.0.1:8101",
+                error.problem()
+            );
+            FlagError::new("pd-peers", format!("{peer:?}"), allowed)
+        })?;
     }
     let listener = Listener::bind(&config.host, config.port)
         .await
