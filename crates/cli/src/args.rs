@@ -263,7 +263,7 @@ fn seconds(text: &str) -> Result<f64, String> {
 
 fn threads(text: &str) -> Result<usize, String> {
     match text.parse::<usize>() {
-        Ok(value) if (1..=4096).contains(&value) => Ok(value),
-        _ => Err("allowed: 1 to 4096".to_owned()),
+        Ok(value) if value > 0 => Ok(value),
+        _ => Err("allowed: 1 to the number of cores".to_owned()),
     }
 }

@@ -14,6 +14,7 @@ mod up;
 use crate::args::{Cli, Command};
 use crate::exit::{Code, Failure, Outcome};
 use crate::output;
+use twinfer_config::EnvironmentKeys;
 use twinfer_deploy::CoreSet;
 
 /// Runs what was typed.
@@ -46,6 +47,11 @@ pub(crate) fn follow_supervisor() -> Outcome {
     })?;
     twinfer_sys::set_parent_death_signal(parent)
         .map_err(|error| Failure::failed(format!("{name}: {error}")))
+}
+
+/// Keys for a server, from the environment.
+fn environment_keys() -> EnvironmentKeys {
+    EnvironmentKeys::read(|name| std::env::var(name).ok())
 }
 
 /// More threads than cores contradict each other: threads that share a core wait for each other.

@@ -1,5 +1,5 @@
 use crate::LogFormat;
-use crate::flag::seconds;
+use crate::flag::{port, seconds};
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -78,7 +78,7 @@ pub struct FakeConfig {
     pub host: String,
 
     /// Port to listen on; 0 picks a free one and prints it.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = port)]
     pub port: u16,
 
     /// Whose wire habits it has.
@@ -107,7 +107,7 @@ pub struct FakeConfig {
 
     /// Port that handles name for the KV channel. 0: its own HTTP port, where a fake decode worker
     /// then fetches (and so frees) what the prefill worker holds.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = port)]
     pub kv_port: u16,
 
     /// Tensor-parallel size that handles name.

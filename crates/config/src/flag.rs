@@ -31,6 +31,41 @@ pub(crate) fn whole(text: &str) -> Result<u64, String> {
         .map_err(|_| format!("allowed: whole numbers from 0 to {}", u64::MAX))
 }
 
+/// Reads a port.
+pub(crate) fn port(text: &str) -> Result<u16, String> {
+    text.parse()
+        .map_err(|_| "allowed: a port from 1 to 65535, or 0 for a free one".to_owned())
+}
+
+/// Reads a whole number. What is no number of 32 bits is refused with the range that the field has; whether another one
+/// is in that range is checked with the rest of the config.
+pub(crate) fn count<const LEAST: u32, const MOST: u32>(text: &str) -> Result<u32, String> {
+    text.parse()
+        .map_err(|_| format!("allowed: whole numbers from {LEAST} to {MOST}"))
+}
+
+/// Reads a number of tokens that only the model bounds; as [`count`].
+pub(crate) fn tokens<const LEAST: u32>(text: &str) -> Result<u32, String> {
+    text.parse()
+        .map_err(|_| format!("allowed: whole numbers from {LEAST} to the model's context length"))
+}
+
+/// [`tokens`] that refuses less than the least at once.
+pub(crate) fn tokens_from<const LEAST: u32>(text: &str) -> Result<u32, String> {
+    match text.parse() {
+        Ok(tokens) if tokens >= LEAST => Ok(tokens),
+        _ => Err(format!(
+            "allowed: whole numbers from {LEAST} to the model's context length"
+        )),
+    }
+}
+
+/// Reads a number that has no bound but the machine's.
+pub(crate) fn positive(text: &str) -> Result<u32, String> {
+    text.parse()
+        .map_err(|_| "allowed: whole numbers from 1".to_owned())
+}
+
 /// Reads a time in seconds that may be 0.
 pub(crate) fn seconds(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {

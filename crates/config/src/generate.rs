@@ -1,4 +1,4 @@
-use crate::flag::whole;
+use crate::flag::{positive, tokens_from, whole};
 use crate::{Dtype, LogFormat, Quantization};
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
@@ -16,12 +16,12 @@ pub enum LineFormat {
     Jsonl,
 }
 
-/// Prompts from a file through the native engine, without HTTP: `twinfer generate MODEL_DIR`.
+/// Prompts from a file through the native engine, without HTTP: `twinfer generate MODEL`.
 #[derive(Clone, Debug, PartialEq, Args, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct GenerateConfig {
-    /// Hugging Face model directory: config.json, safetensors, tokenizer.json.
-    #[arg(value_name = "MODEL_DIR")]
+    /// Hugging Face model directory (config.json, safetensors, tokenizer.json), or a GGUF file.
+    #[arg(value_name = "MODEL")]
     pub model: PathBuf,
 
     /// File of prompts; `-` reads standard input.
@@ -43,7 +43,7 @@ pub struct GenerateConfig {
 
     /// Most output tokens of a prompt that says nothing else; what the context has room for if that is
     /// less.
-    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, default_value_t = 128, value_parser = tokens_from::<1>)]
     pub max_tokens: u32,
 
     /// Temperature of a prompt that says nothing else; 0 is greedy.
@@ -79,7 +79,7 @@ pub struct GenerateConfig {
     pub quantization: Quantization,
 
     /// Longest input and output together, in tokens; the model's own limit if absent.
-    #[arg(long, value_parser = clap::value_parser!(u32).range(2..))]
+    #[arg(long, value_parser = tokens_from::<2>)]
     pub max_model_len: Option<u32>,
 
     /// Sequences that run at the same time.
@@ -87,11 +87,11 @@ pub struct GenerateConfig {
     pub max_num_seqs: u32,
 
     /// Tokens of one step: prompts longer than this are computed in chunks.
-    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     pub max_num_batched_tokens: u32,
 
     /// Tokens per KV block.
-    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub block_size: u32,
 
     /// Memory for KV, such as `512MiB` or `4GiB`; a quarter of what is available if absent.
@@ -99,7 +99,7 @@ pub struct GenerateConfig {
     pub kv_cache_memory: Option<String>,
 
     /// Compute threads; one per permitted core if absent.
-    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    #[arg(long, value_parser = positive)]
     pub threads: Option<u32>,
 
     /// Cores to run on, such as `0-3,8`; those permitted to the process if absent. Named cores are taken to be this

@@ -1,5 +1,5 @@
-use crate::LogFormat;
-use crate::flag::whole;
+use crate::flag::{port, positive, whole};
+use crate::{EnvironmentKeys, LogFormat};
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -40,7 +40,7 @@ pub struct RouterConfig {
     pub host: String,
 
     /// Port to listen on; 0 picks a free one and prints it.
-    #[arg(long, default_value_t = 8000)]
+    #[arg(long, default_value_t = 8000, value_parser = port)]
     pub port: u16,
 
     /// A prefill instance's URL; repeat the flag or separate by commas.
@@ -104,11 +104,13 @@ pub struct RouterConfig {
     pub idle_timeout: f64,
 
     /// Instances tried per leg before the client gets the error.
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value_t = 3, value_parser = positive)]
+    #[schemars(range(min = 1))]
     pub max_attempts: u32,
 
     /// Requests in flight; more are refused with 429.
-    #[arg(long, default_value_t = 1024)]
+    #[arg(long, default_value_t = 1024, value_parser = positive)]
+    #[schemars(range(min = 1))]
     pub max_inflight: u32,
 
     /// Largest request body, in bytes.
@@ -132,6 +134,11 @@ pub struct RouterConfig {
     /// TWINFER_PEER_KEY or OPENAI_API_KEY.
     #[arg(long)]
     pub peer_key_file: Option<PathBuf>,
+
+    /// Keys of the environment.
+    #[arg(skip)]
+    #[serde(skip)]
+    pub environment_keys: EnvironmentKeys,
 
     /// Form of log lines.
     #[arg(long, value_enum, default_value_t)]
@@ -165,6 +172,7 @@ impl Default for RouterConfig {
             drain_timeout: 30.0,
             api_key_file: None,
             peer_key_file: None,
+            environment_keys: EnvironmentKeys::default(),
             log_format: LogFormat::default(),
         }
     }

@@ -1,4 +1,5 @@
-use crate::flag::whole;
+use crate::EnvironmentKeys;
+use crate::flag::{count, port, positive, tokens, whole};
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -57,12 +58,12 @@ pub enum LogFormat {
     Json,
 }
 
-/// One instance of the native engine: `twinfer serve MODEL_DIR`.
+/// One instance of the native engine: `twinfer serve MODEL`.
 #[derive(Clone, Debug, PartialEq, Args, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct ServeConfig {
-    /// Hugging Face model directory: config.json, safetensors, tokenizer.json.
-    #[arg(value_name = "MODEL_DIR")]
+    /// Hugging Face model directory (config.json, safetensors, tokenizer.json), or a GGUF file.
+    #[arg(value_name = "MODEL")]
     pub model: PathBuf,
 
     /// `both`: prefill and decode in this instance; `prefill`: compute prompts and keep their KV for
@@ -71,7 +72,7 @@ pub struct ServeConfig {
     #[schemars(with = "String", extend("enum" = ["both", "prefill", "decode"]))]
     pub role: twinfer_protocol::Role,
 
-    /// Revision of a model in the Hugging Face hub's cache: MODEL_DIR is then the repository's folder there
+    /// Revision of a model in the Hugging Face hub's cache: MODEL is then the repository's folder there
     /// (`models--OWNER--NAME`), and a branch, a tag or a commit of it is served. Other folders have none.
     #[arg(long)]
     pub model_revision: Option<String>,
@@ -89,7 +90,7 @@ pub struct ServeConfig {
     pub host: String,
 
     /// Port to listen on for HTTP; 0 picks a free one and prints it.
-    #[arg(long, default_value_t = 8000)]
+    #[arg(long, default_value_t = 8000, value_parser = port)]
     pub port: u16,
 
     /// Address to listen on for KV handoff; the HTTP address if absent, or 127.0.0.1 for role both
@@ -103,7 +104,7 @@ pub struct ServeConfig {
     pub kv_advertise_host: Option<String>,
 
     /// Port to listen on for KV handoff; 0 picks a free one.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = port)]
     pub kv_port: u16,
 
     /// Prefill instances whose KV a decode instance may read, as `host:port` of their KV channel,
@@ -113,7 +114,8 @@ pub struct ServeConfig {
     pub pd_peers: Vec<String>,
 
     /// Seconds that a prompt's KV is kept for a decode instance, unless renewed.
-    #[arg(long, default_value_t = 30)]
+    #[arg(long, default_value_t = 30, value_parser = count::<1, 86_400>)]
+    #[schemars(range(min = 1, max = 86_400))]
     pub kv_lease: u32,
 
     /// What a decode instance does when a handoff fails.
@@ -122,7 +124,8 @@ pub struct ServeConfig {
     pub kv_load_failure_policy: KvLoadFailurePolicy,
 
     /// Seconds after which a handoff that makes no progress has failed.
-    #[arg(long, default_value_t = 10)]
+    #[arg(long, default_value_t = 10, value_parser = count::<1, 86_400>)]
+    #[schemars(range(min = 1, max = 86_400))]
     pub kv_timeout: u32,
 
     /// Compute and KV type.
@@ -137,27 +140,33 @@ pub struct ServeConfig {
     pub quantization: Quantization,
 
     /// Longest input and output together, in tokens; the model's own limit if absent.
-    #[arg(long)]
+    #[arg(long, value_parser = tokens::<2>)]
+    #[schemars(range(min = 2))]
     pub max_model_len: Option<u32>,
 
     /// Longest output of one request, in tokens; `max-model-len` if absent.
-    #[arg(long)]
+    #[arg(long, value_parser = tokens::<1>)]
+    #[schemars(range(min = 1))]
     pub max_output_tokens: Option<u32>,
 
     /// Sequences that run at the same time.
-    #[arg(long, default_value_t = 32)]
+    #[arg(long, default_value_t = 32, value_parser = count::<1, 65_536>)]
+    #[schemars(range(min = 1, max = 65_536))]
     pub max_num_seqs: u32,
 
     /// Tokens of one step: prompts longer than this are computed in chunks.
-    #[arg(long, default_value_t = 512)]
+    #[arg(long, default_value_t = 512, value_parser = count::<1, 1_048_576>)]
+    #[schemars(range(min = 1, max = 1_048_576))]
     pub max_num_batched_tokens: u32,
 
     /// Requests that may wait; more are refused with 429.
-    #[arg(long, default_value_t = 256)]
+    #[arg(long, default_value_t = 256, value_parser = count::<0, 1_048_576>)]
+    #[schemars(range(min = 0, max = 1_048_576))]
     pub max_waiting: u32,
 
     /// Tokens per KV block.
-    #[arg(long, default_value_t = 16)]
+    #[arg(long, default_value_t = 16, value_parser = count::<1, 4096>)]
+    #[schemars(range(min = 1, max = 4096))]
     pub block_size: u32,
 
     /// Requests share the KV of equal prefixes, also of earlier requests; this is the default.
@@ -171,8 +180,9 @@ pub struct ServeConfig {
     pub no_enable_prefix_caching: bool,
 
     /// Tokens that the model's MTP layer proposes per step, 0 to 5; more than one reuse the layer.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = count::<0, 5>)]
     #[serde(default)]
+    #[schemars(range(min = 0, max = 5))]
     pub num_speculative_tokens: u32,
 
     /// Propose fewer tokens where few were accepted, at least one.
@@ -181,8 +191,9 @@ pub struct ServeConfig {
     pub adaptive_draft_length: bool,
 
     /// Prompts are computed in every Nth step at most while other requests generate; 1: in any step.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = count::<1, 65_536>)]
     #[serde(default = "one")]
+    #[schemars(range(min = 1, max = 65_536))]
     pub prefill_any_interval: u32,
 
     /// Memory for KV, such as `512MiB` or `4GiB`; a quarter of what is available if absent.
@@ -190,7 +201,8 @@ pub struct ServeConfig {
     pub kv_cache_memory: Option<String>,
 
     /// Compute threads; one per permitted core if absent.
-    #[arg(long)]
+    #[arg(long, value_parser = positive)]
+    #[schemars(range(min = 1))]
     pub threads: Option<u32>,
 
     /// Cores to run on, such as `0-3,8`; those permitted to the process if absent. Named cores are taken to be this
@@ -229,6 +241,11 @@ pub struct ServeConfig {
     /// TWINFER_PEER_KEY or OPENAI_API_KEY; else peers are accepted on loopback only.
     #[arg(long)]
     pub peer_key_file: Option<PathBuf>,
+
+    /// Keys of the environment.
+    #[arg(skip)]
+    #[serde(skip)]
+    pub environment_keys: EnvironmentKeys,
 
     /// Form of log lines.
     #[arg(long, value_enum, default_value_t)]

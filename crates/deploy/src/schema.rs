@@ -319,7 +319,10 @@ pub(crate) fn allowed(schema: &Json) -> String {
                 } else {
                     "a number"
                 };
-                match range(schema) {
+                let (low, high) = range(schema);
+                // A bound that is only the integer's width tells nobody anything.
+                let high = high.filter(|high| *high < f64::from(u32::MAX));
+                match (low, high) {
                     (Some(low), Some(high)) => format!("{noun} from {low} to {high}"),
                     (Some(low), None) => format!("{noun} of at least {low}"),
                     (None, Some(high)) => format!("{noun} of at most {high}"),

@@ -23,8 +23,8 @@ pub use core::Engine;
 pub use executor::CpuExecutor;
 pub use generate::{GenerateError, Generated, generate};
 pub use loader::{
-    CheckedModel, KvMemory, LoadOptions, LoadedModel, ModelError, Progress, check, load,
-    model_texts,
+    CheckedModel, KvMemory, LoadOptions, LoadedModel, ModelError, ModelOutline, Progress, check,
+    load, model_texts, outline,
 };
 pub use model::{Probe, ProbeRows, Tap};
 pub use outputs::{EventRef, OutputRef, StepOutput, TokenRef};

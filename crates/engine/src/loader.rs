@@ -80,6 +80,19 @@ pub enum KvMemory {
     Share(f64),
 }
 
+/// What the config says of a model, and what options make of it.
+#[derive(Debug)]
+pub struct ModelOutline {
+    /// Model.
+    pub config: ModelConfig,
+    /// Longest sequence that will be served.
+    pub max_model_len: usize,
+    /// KV, with that of the MTP layer if it is loaded.
+    pub kv: KvShape,
+    /// Instruction set that the kernels will use.
+    pub isa: Isa,
+}
+
 /// What was found before any weight is read.
 #[derive(Debug)]
 pub struct CheckedModel {
@@ -199,34 +212,19 @@ impl Default for LoadOptions<'_> {
 /// # Errors
 /// See [`ModelError`]; each names the field or file, what was found and what is allowed.
 pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, ModelError> {
-    let isa = check_options(options)?;
     let files = ModelFiles::find(dir)?;
-    let config = files.config(dir)?;
-    let max_model_len = options.max_model_len.unwrap_or(config.context);
-    if max_model_len < 2 || max_model_len > config.context {
-        return Err(ModelError::Option {
-            field: "max-model-len",
-            value: max_model_len.to_string(),
-            allowed: format!("2 to {}, the model's own limit", config.context),
-        });
-    }
-    if options.mtp && config.mtp_layers != 1 {
-        return Err(ModelError::Option {
-            field: "num-speculative-tokens",
-            value: "above 0".to_owned(),
-            allowed: format!(
-                "0: the model has {} MTP layers (num_nextn_predict_layers), one is needed",
-                config.mtp_layers
-            ),
-        });
-    }
+    let ModelOutline {
+        config,
+        max_model_len,
+        kv,
+        isa,
+    } = files.outline(dir, options)?;
     let specs = config.tensors(options.mtp);
     let checkpoint = match &files {
         ModelFiles::Directory => Checkpoint::open(dir, &specs, config.quantization.as_ref())?,
         ModelFiles::Gguf(gguf) => Checkpoint::open_gguf(gguf, &specs)?,
     };
 
-    let kv = kv_shape(&config, options);
     let packing = packing(options, &checkpoint);
     let weight_bytes =
         packing
@@ -283,6 +281,14 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
         checkpoint,
         isa,
     })
+}
+
+/// The part of [`check`] that needs the model's config only: no weight file is opened.
+///
+/// # Errors
+/// The config cannot be read, or an option does not fit it or this machine.
+pub fn outline(path: &Path, options: &LoadOptions<'_>) -> Result<ModelOutline, ModelError> {
+    ModelFiles::find(path)?.outline(path, options)
 }
 
 /// Checks, then reads the weights and makes the executor.
@@ -453,6 +459,35 @@ impl ModelFiles {
         .into())
     }
 
+    fn outline(&self, path: &Path, options: &LoadOptions<'_>) -> Result<ModelOutline, ModelError> {
+        let isa = check_options(options)?;
+        let config = self.config(path)?;
+        let max_model_len = options.max_model_len.unwrap_or(config.context);
+        if max_model_len < 2 || max_model_len > config.context {
+            return Err(ModelError::Option {
+                field: "max-model-len",
+                value: max_model_len.to_string(),
+                allowed: format!("2 to {}, the model's own limit", config.context),
+            });
+        }
+        if options.mtp && config.mtp_layers != 1 {
+            return Err(ModelError::Option {
+                field: "num-speculative-tokens",
+                value: "above 0".to_owned(),
+                allowed: format!(
+                    "0: the model has {} MTP layers (num_nextn_predict_layers), one is needed",
+                    config.mtp_layers
+                ),
+            });
+        }
+        Ok(ModelOutline {
+            kv: kv_shape(&config, options),
+            config,
+            max_model_len,
+            isa,
+        })
+    }
+
     /// Text of config.json and where errors say it stands.
     fn config(&self, path: &Path) -> Result<ModelConfig, ModelError> {
         let (path, text) = match self {
@@ -513,9 +548,6 @@ fn fingerprint(
 ) -> Fingerprint {
     let hash = |text: &str| format!("{:032x}", xxh3_128(text.as_bytes()));
     let mut identity = config.identity();
-    if options.mtp {
-        identity.push_str(" mtp");
-    }
     for frequency in config.rope.frequencies(config.rope_dim()) {
         identity.push_str(&format!(" {:08x}", frequency.to_bits()));
     }
@@ -532,6 +564,7 @@ fn fingerprint(
         block_size: options.block_size as u32,
         kv_layout: KV_LAYOUT,
         numerics: format!("{}-m{MODEL_REVISION}-exact", numerics_class()),
+        mtp: options.mtp,
     };
     fingerprint.id = hash(&format!("{fingerprint:?}"));
     fingerprint

@@ -7,6 +7,7 @@ mod connect;
 mod drain;
 mod endpoint;
 mod error;
+mod framing;
 mod json;
 mod listen;
 mod metrics;

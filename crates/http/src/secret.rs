@@ -3,6 +3,7 @@ use std::fmt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use subtle::ConstantTimeEq;
+use twinfer_config::KeyVariable;
 use twinfer_protocol::{ApiError, ErrorKind};
 
 /// Longest key, in bytes.
@@ -32,6 +33,14 @@ pub enum SecretError {
         path: PathBuf,
         /// Its permission bits.
         mode: u32,
+    },
+    /// The file of a flag.
+    #[error("--{flag}: {source}")]
+    Flag {
+        /// Name of the flag, without hyphens in front.
+        flag: &'static str,
+        /// What is wrong.
+        source: Box<SecretError>,
     },
     /// The key is not a usable bearer token.
     #[error(
@@ -86,24 +95,26 @@ impl Secret {
         Self::new(text.trim(), &path.display().to_string())
     }
 
-    /// The file if one is given, else the first of the environment variables that is set and not
-    /// empty, else none.
+    /// The file that `flag` names if it is given, else the environment variable, else none.
     ///
     /// # Errors
-    /// Every variant of [`SecretError`].
-    pub fn load(file: Option<&Path>, variables: &[&str]) -> Result<Option<Self>, SecretError> {
+    /// [`SecretError::Flag`] for a file, [`SecretError::Unusable`] for a variable.
+    pub fn load(
+        flag: &'static str,
+        file: Option<&Path>,
+        variable: Option<&KeyVariable>,
+    ) -> Result<Option<Self>, SecretError> {
         if let Some(path) = file {
-            return Self::from_file(path).map(Some);
+            return Self::from_file(path)
+                .map(Some)
+                .map_err(|source| SecretError::Flag {
+                    flag,
+                    source: Box::new(source),
+                });
         }
-        for name in variables {
-            match std::env::var(name) {
-                Ok(text) if !text.is_empty() => {
-                    return Self::new(&text, &format!("variable {name}")).map(Some);
-                }
-                _ => {}
-            }
-        }
-        Ok(None)
+        variable
+            .map(|KeyVariable { name, value }| Self::new(value, &format!("variable {name}")))
+            .transpose()
     }
 
     /// The key's bytes, for a MAC.

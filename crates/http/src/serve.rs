@@ -1,4 +1,5 @@
 use crate::error::error_events;
+use crate::framing::Framed;
 use crate::{BoxError, Drain, DrainState, InFlight, Listener, error_response};
 use bytes::Bytes;
 use http::header::{CONNECTION, CONTENT_TYPE};
@@ -158,7 +159,8 @@ async fn connection<S, B>(
         .header_read_timeout(options.header_timeout)
         .max_headers(options.max_headers)
         .max_header_size(options.max_header_bytes);
-    let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), handler));
+    let mut connection =
+        pin!(builder.serve_connection(TokioIo::new(Framed::new(stream, options)), handler));
     let mut closed = pin!(drain.reached(DrainState::Closed));
     let ended = tokio::select! {
         ended = &mut connection => ended,

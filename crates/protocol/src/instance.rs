@@ -22,12 +22,17 @@ pub struct Fingerprint {
     pub kv_layout: u32,
     /// Instruction-set class, kernel revision, `exact` or `fast`.
     pub numerics: String,
+    /// Is the MTP layer loaded (`--num-speculative-tokens` above 0)? Its KV is part of every block.
+    #[serde(default)]
+    pub mtp: bool,
 }
 
 impl Fingerprint {
     /// The parts with their names, so that two fingerprints can be compared part by part.
-    pub fn parts(&self) -> [(&'static str, String); 8] {
+    pub fn parts(&self) -> [(&'static str, String); 9] {
+        let drafts = if self.mtp { "above 0" } else { "0" };
         [
+            ("num-speculative-tokens", drafts.to_owned()),
             ("config", self.config.clone()),
             ("weights", self.weights.clone()),
             ("tokenizer", self.tokenizer.clone()),
@@ -37,6 +42,19 @@ impl Fingerprint {
             ("kv_layout", self.kv_layout.to_string()),
             ("numerics", self.numerics.clone()),
         ]
+    }
+
+    /// Parts in which two fingerprints differ: name, own value, other value. The weights of an MTP layer that only one
+    /// side has loaded follow from that setting and are not named beside it.
+    pub fn differences(&self, other: &Self) -> Vec<(&'static str, String, String)> {
+        self.parts()
+            .into_iter()
+            .zip(other.parts())
+            .filter(|((name, ours), (_, theirs))| {
+                ours != theirs && !(*name == "weights" && self.mtp != other.mtp)
+            })
+            .map(|((name, ours), (_, theirs))| (name, ours, theirs))
+            .collect()
     }
 }
 

@@ -18,7 +18,6 @@ use std::time::Duration;
 use tokio_util::task::TaskTracker;
 use twinfer_config::RouterConfig;
 use twinfer_http::{BindError, Drain, Listener, Secret, SecretError, ServeOptions};
-use twinfer_protocol::{API_KEY_ENV, PEER_KEY_ENV, PEER_KEY_ENV_COMPAT};
 
 /// At the end, releases that are under way have this long.
 const LAST_RELEASES: Duration = Duration::from_secs(2);
@@ -84,10 +83,15 @@ async fn start(
 ) -> Result<(), RouterError> {
     let specs = InstanceSpec::read(&config)?;
     let times = Times::read(&config)?;
-    let client_key = Secret::load(config.api_key_file.as_deref(), &[API_KEY_ENV])?;
+    let client_key = Secret::load(
+        "api-key-file",
+        config.api_key_file.as_deref(),
+        config.environment_keys.api.as_ref(),
+    )?;
     let peer_key = Secret::load(
+        "peer-key-file",
         config.peer_key_file.as_deref(),
-        &[PEER_KEY_ENV, PEER_KEY_ENV_COMPAT],
+        config.environment_keys.peer.as_ref(),
     )?;
     let listener = Listener::bind(&config.host, config.port).await?;
     let addr = listener.addr();

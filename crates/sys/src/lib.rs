@@ -1,11 +1,12 @@
 //! What the operating system offers and safe Rust does not: the KV block arena over an anonymous mapping, read-only
-//! file mappings, memory in large pages, thread affinity, memory limits, and supervision of child processes by pidfd.
+//! file mappings, files of strangers, memory in large pages, thread affinity, memory limits, and supervision of child processes by pidfd.
 //!
 //! This crate and `kernels` are the only ones with `unsafe`; every such block states why it is sound.
 //! Linux only.
 
 mod affinity;
 mod arena;
+pub mod file;
 mod large;
 mod mapped;
 mod memory;

@@ -1,5 +1,6 @@
 //! Read-only file mappings for model weights.
 
+use crate::file::{FileError, open_regular};
 use std::fs::{File, Metadata};
 use std::io;
 use std::path::{Path, PathBuf};
@@ -39,14 +40,7 @@ impl MappedFile {
     /// # Errors
     /// What opening or mapping reports; `InvalidInput` when the path is no regular file.
     pub fn open(path: &Path, access: Access) -> io::Result<Self> {
-        let file = File::open(path)?;
-        let before = file.metadata()?;
-        if !before.is_file() {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidInput,
-                "is not a regular file",
-            ));
-        }
+        let (file, before) = open_regular(path).map_err(FileError::into_io)?;
         let map = if before.len() == 0 {
             None
         } else {

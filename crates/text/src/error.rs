@@ -12,6 +12,12 @@ pub enum TextError {
         /// What the system said.
         source: std::io::Error,
     },
+    /// A file that every model has is not there.
+    #[error("{} is missing; a model needs it, download it with the weights", path.display())]
+    Missing {
+        /// The file.
+        path: PathBuf,
+    },
     /// A file of the model directory is not what it should be.
     #[error("{path}: {message}")]
     Invalid {
@@ -78,7 +84,9 @@ impl From<TextError> for ApiError {
             TextError::UnknownToken { .. } | TextError::Encode(_) | TextError::EmptyStop { .. } => {
                 ErrorKind::InvalidRequest
             }
-            TextError::Read { .. } | TextError::Invalid { .. } => ErrorKind::Internal,
+            TextError::Read { .. } | TextError::Missing { .. } | TextError::Invalid { .. } => {
+                ErrorKind::Internal
+            }
         };
         let param = matches!(error, TextError::EmptyStop { .. }).then(|| "stop".to_owned());
         Self {

@@ -2,6 +2,7 @@ use crate::TextError;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use twinfer_sys::file::{self, FileError};
 
 /// Larger files in a model directory are refused before they are read.
 const MAX_FILE_BYTES: u64 = 256 << 20;
@@ -42,38 +43,26 @@ impl ModelTexts {
     /// A text; none if the model does not have it.
     ///
     /// # Errors
-    /// The file cannot be read, is no regular file, or is absurdly large.
+    /// The file cannot be read, is no regular file, is a link out of the directory, a Git LFS pointer, or absurdly
+    /// large.
     pub fn read(&self, name: &str) -> Result<Option<Vec<u8>>, TextError> {
-        let path = match &self.given {
-            Some(texts) => return Ok(texts.get(name).map(|text| text.clone().into_bytes())),
-            None => self.path.join(name),
-        };
-        let failed = |source| TextError::Read {
-            path: path.clone(),
-            source,
-        };
-        let meta = match std::fs::metadata(&path) {
-            Ok(meta) => meta,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(failed(error)),
-        };
-        let refused = |message: String| {
-            Err(TextError::Invalid {
-                path: path.clone(),
-                message,
-            })
-        };
-        // A FIFO would block in open().
-        if !meta.is_file() {
-            return refused("is not a regular file".to_owned());
+        if let Some(texts) = &self.given {
+            return Ok(texts.get(name).map(|text| text.clone().into_bytes()));
         }
-        if meta.len() > MAX_FILE_BYTES {
-            let size = meta.len();
-            return refused(format!(
-                "the file has {size} bytes; allowed are {MAX_FILE_BYTES}"
-            ));
+        let read = file::inside(&self.path, name)
+            .and_then(|path| file::read_regular(&path, MAX_FILE_BYTES));
+        match read {
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(error) if error.is_absent() => Ok(None),
+            Err(FileError::Io(source)) => Err(TextError::Read {
+                path: self.path.join(name),
+                source,
+            }),
+            Err(error) => Err(TextError::Invalid {
+                path: self.path.join(name),
+                message: error.to_string(),
+            }),
         }
-        std::fs::read(&path).map(Some).map_err(failed)
     }
 
     /// A text that must be there.
@@ -81,9 +70,8 @@ impl ModelTexts {
     /// # Errors
     /// As [`ModelTexts::read`], and when it is missing.
     pub fn required(&self, name: &str) -> Result<Vec<u8>, TextError> {
-        self.read(name)?.ok_or_else(|| TextError::Read {
+        self.read(name)?.ok_or_else(|| TextError::Missing {
             path: self.path(name),
-            source: std::io::ErrorKind::NotFound.into(),
         })
     }
 

@@ -24,6 +24,7 @@ mod settings;
 pub use defaults::SamplingDefaults;
 pub use error::{ExitClass, ServeError};
 pub use load::{LoadProgress, Model};
-pub use model::load_model;
+pub use logprobs::{Scored, finite as finite_logprob, prompt as prompt_logprobs};
+pub use model::{check_model_config, load_model};
 pub use serve::{Hooks, Ready, pin_process, serve, serve_with};
 pub use settings::validate;

@@ -11,11 +11,13 @@ const LEAST: f32 = -9999.0;
 
 /// A prompt with the log-probabilities of its tokens but the first.
 #[derive(Clone, Copy)]
-pub(crate) struct Scored<'a> {
-    pub(crate) ids: &'a [TokenId],
-    pub(crate) logprobs: &'a [TokenLogprobs],
+pub struct Scored<'a> {
+    /// Prompt.
+    pub ids: &'a [TokenId],
+    /// One less than ids.
+    pub logprobs: &'a [TokenLogprobs],
     /// Alternatives to show.
-    pub(crate) top: u32,
+    pub top: u32,
 }
 
 /// Log-probabilities of some tokens as completions report them, after those of the prompt if that is
@@ -62,8 +64,9 @@ pub(crate) fn completion(
     Some(out)
 }
 
-/// Log-probabilities of a prompt as vLLM reports them.
-pub(crate) fn prompt(tokenizer: &Tokenizer, prompt: Scored<'_>) -> Value {
+/// Log-probabilities of a prompt as vLLM reports them: null, then an object per token that maps ids to
+/// `{logprob, rank, decoded_token}`.
+pub fn prompt(tokenizer: &Tokenizer, prompt: Scored<'_>) -> Value {
     let entry = |l: &Logprob| {
         let decoded = text(tokenizer, l.token);
         let value = json!({"logprob": finite(l.logprob), "rank": l.rank, "decoded_token": decoded});
@@ -97,7 +100,8 @@ pub(crate) fn chat(tokenizer: &Tokenizer, tokens: &[OutputToken]) -> Option<Chat
     Some(ChatLogprobs { content })
 }
 
-fn finite(value: f32) -> f32 {
+/// A log-probability as JSON can hold it.
+pub fn finite(value: f32) -> f32 {
     if value.is_nan() {
         LEAST
     } else {

@@ -1,8 +1,9 @@
 //! From a model directory to a [`Model`].
 
 use crate::{LoadProgress, Model, SamplingDefaults, ServeError};
+use std::path::PathBuf;
 use std::sync::Arc;
-use twinfer_config::{Quantization, ServeConfig};
+use twinfer_config::{FlagError, Quantization, ServeConfig};
 use twinfer_engine::{KvMemory, LoadOptions, ModelError, hub_revision, model_texts};
 use twinfer_text::{ChatTemplate, TemplateState, Tokenizer};
 
@@ -22,11 +23,7 @@ pub fn load_model(
     let mut options = options(config)?;
     options.progress = Some(&told);
     let refused = |e: ModelError| ServeError::Model(e.to_string());
-    let path = match &config.model_revision {
-        None => config.model.clone(),
-        Some(revision) => hub_revision(&config.model, revision)
-            .map_err(|error| ServeError::Model(error.to_string()))?,
-    };
+    let path = path(config)?;
     let checked = twinfer_engine::check(&path, &options).map_err(refused)?;
     let text = |e: twinfer_text::TextError| ServeError::Model(e.to_string());
     let texts = model_texts(&path).map_err(refused)?;
@@ -68,6 +65,47 @@ pub fn load_model(
         max_model_len: u32::try_from(loaded.max_model_len).unwrap_or(u32::MAX),
         defaults,
     })
+}
+
+/// The part of [`load_model`]'s checks that needs the model's config only: lengths, drafts, instruction set, and
+/// memory for KV, which holds at least one block.
+///
+/// # Errors
+/// [`ServeError::Flag`] for a flag that does not fit the model or this machine; [`ServeError::Model`] for a model
+/// whose config cannot be read.
+pub fn check_model_config(config: &ServeConfig) -> Result<(), ServeError> {
+    /// Less is a mistake whatever the model.
+    const PAGE: u64 = 4096;
+    let options = options(config)?;
+    let outline = path(config).map(|path| twinfer_engine::outline(&path, &options));
+    let (least, why) = match &outline {
+        Ok(Ok(outline)) => (outline.kv.block_bytes(), "one block of this model's KV"),
+        _ => (PAGE, "one page"),
+    };
+    if let (KvMemory::Bytes(bytes), Some(text)) = (options.kv, &config.kv_cache_memory)
+        && bytes < least
+    {
+        let allowed = format!("at least {least} bytes are needed, {why}");
+        return Err(FlagError::new("kv-cache-memory", format!("{text:?}"), allowed).into());
+    }
+    match outline? {
+        Ok(_) => Ok(()),
+        Err(ModelError::Option {
+            field,
+            value,
+            allowed,
+        }) => Err(FlagError::new(field, value, format!("allowed: {allowed}")).into()),
+        Err(error) => Err(ServeError::Model(error.to_string())),
+    }
+}
+
+/// The directory or file that is served.
+fn path(config: &ServeConfig) -> Result<PathBuf, ServeError> {
+    match &config.model_revision {
+        None => Ok(config.model.clone()),
+        Some(revision) => hub_revision(&config.model, revision)
+            .map_err(|error| ServeError::Model(error.to_string())),
+    }
 }
 
 /// What `config` means to the loader.

@@ -17,12 +17,10 @@ use std::time::Duration;
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
-use twinfer_config::ServeConfig;
+use twinfer_config::{FlagError, ServeConfig};
 use twinfer_engine::KvGeometry;
 use twinfer_http::{Drain, DrainState, Host, Listener, Secret, ServeOptions};
-use twinfer_protocol::{
-    API_KEY_ENV, Epoch, Fingerprint, InstanceCard, Limits, PEER_KEY_ENV, PEER_KEY_ENV_COMPAT, Role,
-};
+use twinfer_protocol::{Epoch, Fingerprint, InstanceCard, Limits, Role};
 use twinfer_sys::BlockArena;
 use twinfer_text::{ChatTemplate, Tokenizer};
 
@@ -108,13 +106,24 @@ where
         + 'static,
 {
     let settings = Settings::of(&config)?;
-    let api_key = Secret::load(config.api_key_file.as_deref(), &[API_KEY_ENV])?;
+    let api_key = Secret::load(
+        "api-key-file",
+        config.api_key_file.as_deref(),
+        config.environment_keys.api.as_ref(),
+    )?;
     let peer_key = Secret::load(
+        "peer-key-file",
         config.peer_key_file.as_deref(),
-        &[PEER_KEY_ENV, PEER_KEY_ENV_COMPAT],
+        config.environment_keys.peer.as_ref(),
     )?;
     for peer in &config.pd_peers {
-        Peer::parse(peer.trim()).map_err(|e| ServeError::Config(e.to_string()))?;
+        Peer::parse(peer.trim()).map_err(|error| {
+            let allowed = format!(
+                "{}; allowed: host:port of a prefill instance's KV channel, such as 10.0.0.1:8101",
+                error.problem()
+            );
+            FlagError::new("pd-peers", format!("{peer:?}"), allowed)
+        })?;
     }
     let listener = Listener::bind(&config.host, config.port)
         .await

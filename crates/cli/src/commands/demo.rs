@@ -123,7 +123,7 @@ async fn show(args: &DemoArgs, plan: &Plan) -> Outcome {
             "{error}\n--port chooses others; it is {}",
             args.port
         ))),
-        (_, Err(error)) => Err(up::failed_with(Code::Failed, &error)),
+        (_, Err(error)) => Err(up::failed_with(Code::Failed, &error, args.logs)),
         (Some(outcome), Ok(())) => outcome,
         (None, Ok(())) if args.once => {
             Err(Failure::failed("stopped before all questions were asked"))

@@ -5,7 +5,7 @@ mod prompts;
 use crate::exit::{Code, Failure, Outcome};
 use crate::{logging, output, progress};
 use prompts::Source;
-use serde_json::json;
+use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -16,7 +16,9 @@ use twinfer_engine::{
     Engine, EngineConfig, FinishReason, GenerateError, Generated, KvMemory, LoadOptions, Request,
     generate, load, model_texts,
 };
+use twinfer_protocol::TokenId;
 use twinfer_text::{ChatTemplate, Tokenizer};
+use twinfer_worker::{Scored, finite_logprob, prompt_logprobs};
 
 pub(crate) fn run(config: &GenerateConfig) -> Outcome {
     logging::start(config.log_format);
@@ -46,7 +48,14 @@ pub(crate) fn run(config: &GenerateConfig) -> Outcome {
         vocab: engine.vocab_size(),
     };
     let (requests, places) = source.requests(&lines)?;
-    run_requests(&mut engine, requests, &places, config.max_num_seqs, output)
+    run_requests(
+        &mut engine,
+        requests,
+        &places,
+        &tokenizer,
+        config.max_num_seqs,
+        output,
+    )
 }
 
 /// Loads the model, with a bar.
@@ -122,7 +131,14 @@ struct Place {
     line: usize,
     prompt: usize,
     choice: u32,
-    prompt_tokens: usize,
+    /// Prompt.
+    ids: Arc<[TokenId]>,
+    /// Its text, if the output begins with it.
+    echo: Option<String>,
+    /// Are log-probabilities of the output to be shown?
+    logprobs: bool,
+    /// Alternatives to show per prompt token, if log-probabilities of the prompt were asked for.
+    prompt_logprobs: Option<u32>,
 }
 
 /// Runs all and prints the results in the order of the prompts, each as soon as all before it are there.
@@ -130,6 +146,7 @@ fn run_requests(
     engine: &mut Engine,
     requests: Vec<Request>,
     places: &[Place],
+    tokenizer: &Tokenizer,
     concurrency: u32,
     form: LineFormat,
 ) -> Outcome {
@@ -143,7 +160,7 @@ fn run_requests(
         let Some(place) = places.get(index) else {
             return;
         };
-        early.insert(index, shown(result, place, form));
+        early.insert(index, shown(result, place, form, tokenizer));
         while let Some(text) = early.remove(&next) {
             next += 1;
             if printed.is_ok() {
@@ -174,10 +191,17 @@ fn run_requests(
     }
 }
 
-fn shown(result: &Generated, place: &Place, form: LineFormat) -> String {
+/// With `echo` text, ids and log-probabilities begin with those of the prompt.
+fn shown(result: &Generated, place: &Place, form: LineFormat, tokenizer: &Tokenizer) -> String {
+    let text = format!("{}{}", place.echo.as_deref().unwrap_or(""), result.text);
     if form == LineFormat::Text {
-        return format!("{}\n", result.text);
+        return format!("{text}\n");
     }
+    let echoed: &[TokenId] = if place.echo.is_some() {
+        &place.ids
+    } else {
+        &[]
+    };
     let (reason, stop) = match &result.finish.reason {
         FinishReason::Eos => ("stop", json!(null)),
         FinishReason::StopToken(id) => ("stop", json!(id)),
@@ -186,24 +210,43 @@ fn shown(result: &Generated, place: &Place, form: LineFormat) -> String {
         FinishReason::Abort => ("abort", json!(null)),
         FinishReason::Error(_) => ("error", json!(null)),
     };
+    let token_ids: Vec<TokenId> = [echoed, &result.token_ids()[..]].concat();
     let mut line = json!({
         "line": place.line,
         "prompt": place.prompt,
         "choice": place.choice,
-        "text": result.text,
-        "token_ids": result.token_ids(),
+        "text": text,
+        "token_ids": token_ids,
         "finish_reason": reason,
         "stop_reason": stop,
-        "prompt_tokens": place.prompt_tokens,
+        "prompt_tokens": place.ids.len(),
         "completion_tokens": result.finish.output_tokens,
     });
-    let logprobs: Option<Vec<f32>> = result
-        .tokens
-        .iter()
-        .map(|token| token.logprobs.as_ref().map(|(own, _)| own.logprob))
-        .collect();
-    if let (Some(logprobs), false) = (logprobs, result.tokens.is_empty()) {
-        line["token_logprobs"] = json!(logprobs);
+    if place.logprobs {
+        // Nothing comes before the first token of a prompt.
+        let first = echoed.first().map(|_| Value::Null);
+        let scored = match place.echo {
+            Some(_) => &result.prompt_logprobs[..],
+            None => &[],
+        };
+        let scored = scored.iter().map(|(own, _)| own);
+        let output = result
+            .tokens
+            .iter()
+            .filter_map(|token| token.logprobs.as_ref());
+        let others = scored.chain(output.map(|(own, _)| own));
+        line["token_logprobs"] = first
+            .into_iter()
+            .chain(others.map(|own| finite_logprob(own.logprob).into()))
+            .collect();
+    }
+    if let Some(top) = place.prompt_logprobs {
+        let scored = Scored {
+            ids: &place.ids,
+            logprobs: &result.prompt_logprobs,
+            top,
+        };
+        line["prompt_logprobs"] = prompt_logprobs(tokenizer, scored);
     }
     if let FinishReason::Error(error) = &result.finish.reason {
         line["error"] = json!(error.body().error);

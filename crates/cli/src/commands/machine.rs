@@ -60,6 +60,15 @@ pub(crate) fn run(args: &MachineArgs) -> Outcome {
     } else {
         args.threads.clone()
     };
+    let most = cores.len().max(1);
+    if let Some(many) = threads.iter().find(|threads| **threads > most) {
+        return Err(Failure::new(
+            Code::Usage,
+            format!(
+                "--threads is {many}; allowed: 1 to {most}, the number of cores that this process may use"
+            ),
+        ));
+    }
     let budget = Duration::from_secs_f64(args.seconds);
     let bar = progress::Bar::count("measuring", threads.len() as u64 * 4);
     let measure = |peak: Peak| {

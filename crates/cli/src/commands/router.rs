@@ -7,7 +7,8 @@ use twinfer_http::Drain;
 use twinfer_router::RouterError;
 
 pub(crate) fn run(args: RouterArgs) -> Outcome {
-    let config = args.config;
+    let mut config = args.config;
+    config.environment_keys = super::environment_keys();
     logging::start(config.log_format);
     let picked = config.port == 0;
     // The router refuses values that are no durations before it serves.

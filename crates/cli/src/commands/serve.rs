@@ -7,7 +7,8 @@ use twinfer_http::Drain;
 use twinfer_worker::{ExitClass, Hooks, LoadProgress, ServeError, pin_process};
 
 pub(crate) fn run(args: ServeArgs) -> Outcome {
-    let config = args.config;
+    let mut config = args.config;
+    config.environment_keys = super::environment_keys();
     logging::start(config.log_format);
     super::check_threads(config.threads, config.cpus.as_deref())?;
     // Before any thread is made: they inherit it.

@@ -83,7 +83,7 @@ pub(crate) fn program() -> Result<PathBuf, Failure> {
     })
 }
 
-pub(crate) fn up_failure(error: &UpError) -> Failure {
+fn up_failure(error: &UpError) -> Failure {
     let code = match error {
         UpError::Ports(_) => Code::Unavailable,
         UpError::Place(_) => Code::Config,
@@ -92,11 +92,12 @@ pub(crate) fn up_failure(error: &UpError) -> Failure {
         UpError::Failed { code: Some(69), .. } => Code::Unavailable,
         UpError::Failed { .. } => Code::Failed,
     };
-    failed_with(code, error)
+    // The lines of the processes stand above already.
+    failed_with(code, error, true)
 }
 
-/// The reason comes last, after the log lines that tell more.
-pub(crate) fn failed_with(code: Code, error: &UpError) -> Failure {
+/// The reason comes last, after the log lines that tell more; `told` if those were shown as they came.
+pub(crate) fn failed_with(code: Code, error: &UpError, told: bool) -> Failure {
     match error {
         UpError::Ports(ports) => {
             let line = |port: &PortProblem| {
@@ -104,7 +105,7 @@ pub(crate) fn failed_with(code: Code, error: &UpError) -> Failure {
             };
             Failure::new(code, ports.iter().map(line).collect::<Vec<_>>().join("\n"))
         }
-        UpError::Failed { log, .. } if !log.is_empty() => {
+        UpError::Failed { log, .. } if !log.is_empty() && !told => {
             Failure::shown(code, format!("{log}twinfer: {error}"))
         }
         _ => Failure::new(code, error),

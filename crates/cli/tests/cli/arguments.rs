@@ -23,12 +23,12 @@ fn wrong_arguments_and_files_have_their_exit_codes_and_are_named() {
             2,
             "--ready-timeout",
         ),
-        (&["serve"], 2, "<MODEL_DIR>"),
+        (&["serve"], 2, "<MODEL>"),
         (&["serve", "/nowhere", "--port", "21898"], 64, "/nowhere"),
         (
             &["serve", model, "--port", "70000"],
             2,
-            "70000 is not in 0..=65535",
+            "allowed: a port from 1 to 65535",
         ),
         (
             &["serve", model, "--port", "1", "--port", "2"],
@@ -48,7 +48,7 @@ fn wrong_arguments_and_files_have_their_exit_codes_and_are_named() {
         (
             &["serve", model, "--kv-port", "abc"],
             2,
-            "'abc' for '--kv-port",
+            "'abc' for '--kv-port <KV_PORT>': allowed: a port from 1 to 65535",
         ),
         (
             &["serve", model, "--threads", "3", "--cpus", "0"],
@@ -60,9 +60,41 @@ fn wrong_arguments_and_files_have_their_exit_codes_and_are_named() {
         (
             &["serve", model, "--port", "0", "--peer-key-file", "/nowhere"],
             64,
-            "/nowhere",
+            "--peer-key-file: /nowhere",
+        ),
+        (
+            &[
+                "router",
+                "--worker",
+                "http://127.0.0.1:1",
+                "--api-key-file",
+                "/nowhere",
+            ],
+            64,
+            "--api-key-file: /nowhere",
         ),
         (&["router"], 64, "no instance is given"),
+        (
+            &["router", "--port", "abc"],
+            2,
+            "allowed: a port from 1 to 65535",
+        ),
+        (
+            &["machine", "--threads", "4000"],
+            2,
+            "--threads is 4000; allowed: 1 to ",
+        ),
+        (&["machine", "--threads", "1,x"], 2, "'x' for '--threads"),
+        (
+            &["serve", model, "--max-model-len", "many"],
+            2,
+            "allowed: whole numbers from 2 to the model's context length",
+        ),
+        (
+            &["generate", model, "--prompts", "-", "--block-size", "0"],
+            2,
+            "0 is not in 1..=4096",
+        ),
         (&["router", "--worker", "localhost:1"], 64, "localhost:1"),
         (
             &["router", "--decode", "http://127.0.0.1:1", "--decode", ""],
@@ -91,7 +123,7 @@ fn wrong_arguments_and_files_have_their_exit_codes_and_are_named() {
         (
             &["serve", model, "--max-num-seqs", "-1"],
             2,
-            "-1 is not in 0..=4294967295",
+            "allowed: whole numbers from 1 to 65536",
         ),
         (
             &["serve", model, "--seed", "-1"],

@@ -56,6 +56,37 @@ fn kv_memory_below_one_block_is_refused_with_the_least() {
     assert_eq!(plan(&format!("{least}B")).status.code(), Some(0), "{least}");
 }
 
+/// What the model's config contradicts is told before anything starts, at its key.
+#[test]
+fn plan_holds_flags_against_the_model_and_the_processor() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("deploy.yaml");
+    let plan = |key: &str| {
+        let model = model().display().to_string();
+        let text = format!(
+            "model: {{path: \"{model}\"}}\nnodes: [{{name: n, share-cores: true}}]\ninstances: [{{name: a, role: both, \
+             {key}}}]\n"
+        );
+        std::fs::write(&file, text).unwrap();
+        let output = run(twinfer().arg("plan").arg(&file));
+        (output.status.code(), stderr(&output))
+    };
+    let (code, text) = plan("max-model-len: 4000000");
+    assert_eq!(code, Some(64), "{text}");
+    assert!(
+        text.contains("instances[0].max-model-len is 4000000")
+            && text.contains("the model's own limit"),
+        "{text}"
+    );
+    let (code, text) = plan("isa: avx9");
+    assert_eq!(code, Some(64), "{text}");
+    assert!(
+        text.contains("instances[0].isa is \"avx9\"") && text.contains("portable"),
+        "{text}"
+    );
+    assert_eq!(plan("max-model-len: 128").0, Some(0));
+}
+
 /// Mistakes of shape, of several values together and of single flags, each at its line.
 #[test]
 fn a_wrong_file_exits_64_and_shows_every_mistake_with_its_line() {
@@ -69,23 +100,25 @@ fn a_wrong_file_exits_64_and_shows_every_mistake_with_its_line() {
         stderr(&output)
     };
     let shape = plan(
-        "model: {path: m}\nengine: vllm\ninstances: [{name: a, role: both, kv_port: abc, prot: 1}]\n",
+        "model: {path: m}\nengine: vllm\ninstances: [{name: a, role: both, kv_port: abc, block-size: 0, prot: 1}]\n",
     );
     for expected in [
         "deploy.yaml:2:9: engine is \"vllm\"",
         "deploy.yaml:3:44: instances[0].kv-port is \"abc\"",
+        "instances[0].block-size is 0",
+        "an integer from 1 to 4096",
         "unknown key `prot`",
         "did you mean `port`?",
     ] {
         assert!(shape.contains(expected), "no {expected:?} in\n{shape}");
     }
     let together = plan(
-        "model: {path: /nowhere}\nnodes: [{name: n, share-cores: true}]\ninstances:\n  - {name: a, role: both, port: 9000, max-num-seqs: 0}\n  - {name: b, \
+        "model: {path: /nowhere}\nnodes: [{name: n, share-cores: true}]\ninstances:\n  - {name: a, role: both, port: 9000, drain-settle: -1}\n  - {name: b, \
          role: both, port: 9000}\n",
     );
     for expected in [
         "deploy.yaml:1:15: model.path: /nowhere: No such file or directory",
-        "deploy.yaml:4:53: instances[0].max-num-seqs is 0",
+        "deploy.yaml:4:53: instances[0].drain-settle is -1",
         "deploy.yaml:5:33: port 9000 on node n is given to instance b (HTTP) and to instance a (HTTP) (line 4)",
     ] {
         assert!(
@@ -154,6 +187,53 @@ fn prompts_of_text_and_json_lines_give_the_same_answers() {
     }
     // Greedy choices of one prompt are the same.
     assert_eq!(results[1]["token_ids"], results[2]["token_ids"]);
+}
+
+/// As over HTTP: an echoed prompt stands before the output, in text, ids and log-probabilities.
+#[test]
+fn prompts_are_echoed_and_scored() {
+    let folder = tempfile::tempdir().unwrap();
+    let lines = folder.path().join("p.jsonl");
+    std::fs::write(
+        &lines,
+        "{\"prompt\": [10, 11, 12], \"max_tokens\": 2, \"ignore_eos\": true, \"echo\": true, \"logprobs\": 1}\n\
+         {\"prompt\": [10, 11, 12], \"max_tokens\": 2, \"ignore_eos\": true, \"prompt_logprobs\": 2}\n\
+         {\"prompt\": \"What is\", \"max_tokens\": 0, \"echo\": true}\n",
+    )
+    .unwrap();
+    let output = run(twinfer()
+        .arg("generate")
+        .arg(model())
+        .args(["--threads", "1", "--prompts"])
+        .arg(&lines));
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    let results: Vec<Value> = stdout(&output)
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    let [echoed, scored, only] = &results[..] else {
+        panic!("{results:?}")
+    };
+    let list = |value: &Value| value.as_array().unwrap().clone();
+    let (ids, plain) = (list(&echoed["token_ids"]), list(&scored["token_ids"]));
+    assert_eq!(ids[..3], [10, 11, 12].map(Value::from));
+    assert_eq!(ids[3..], plain);
+    let text = echoed["text"].as_str().unwrap();
+    let output = scored["text"].as_str().unwrap();
+    assert!(
+        text.ends_with(output) && text.len() > output.len(),
+        "{text:?} {output:?}"
+    );
+    let logprobs = list(&echoed["token_logprobs"]);
+    assert_eq!((logprobs.len(), &logprobs[0]), (5, &Value::Null));
+    assert!(logprobs[1..].iter().all(|p| p.as_f64().unwrap() <= 0.0));
+    let prompt = list(&scored["prompt_logprobs"]);
+    assert_eq!((prompt.len(), &prompt[0]), (3, &Value::Null));
+    let second = &prompt[1]["11"];
+    assert_eq!(second["logprob"], logprobs[1]);
+    assert!(second["rank"].as_u64().unwrap() >= 1 && second["decoded_token"].is_string());
+    assert_eq!(only["text"], "What is");
+    assert_eq!(only["completion_tokens"], 0);
 }
 
 #[test]

@@ -160,10 +160,11 @@ fn an_instance_that_refuses_its_model_is_quoted() {
     let text = stderr(&output);
     assert_eq!(output.status.code(), Some(64), "{text}");
     assert!(
-        text.contains("ended with exit code 64 before everything was ready")
-            && text.contains("last lines of"),
+        text.contains("ended with exit code 64 before everything was ready"),
         "{text}"
     );
+    // The reason stands where the instance said it, and nowhere else.
+    assert!(!text.contains("last lines of"), "{text}");
     assert!(
         text.contains("safetensors") || text.contains("tokenizer"),
         "{text}"
@@ -184,6 +185,54 @@ fn a_fake_instance_answers_and_ends_on_a_signal() {
     });
     fake.signal(Signal::TERM);
     assert_eq!(fake.wait(SOON).code(), Some(0));
+}
+
+/// Instances that cannot be paired are told in the log, by the setting that differs.
+#[test]
+fn a_router_tells_which_instances_cannot_be_paired() {
+    let folder = tempfile::tempdir().unwrap();
+    let log = folder.path().join("log");
+    let fake = |role: &str, port: &str, block_size: &str| {
+        Running::start(
+            twinfer()
+                .args([
+                    "fake",
+                    "--dialect",
+                    "twinfer",
+                    "--role",
+                    role,
+                    "--port",
+                    port,
+                ])
+                .args(["--block-size", block_size])
+                .stdout(Stdio::null())
+                .stderr(Stdio::null()),
+        )
+    };
+    let _prefill = fake("prefill", "21893", "16");
+    let _decode = fake("decode", "21894", "32");
+    let _router = Running::start(
+        twinfer()
+            .args(["router", "--port", "21895", "--health-interval", "0.1"])
+            .args(["--prefill", "http://127.0.0.1:21893"])
+            .args(["--decode", "http://127.0.0.1:21894"])
+            .stdout(Stdio::null())
+            .stderr(std::fs::File::create(&log).unwrap()),
+    );
+    let told = || {
+        let text = std::fs::read_to_string(&log).unwrap();
+        let lines = text
+            .lines()
+            .filter(|line| line.contains("cannot exchange KV"));
+        lines.map(str::to_owned).collect::<Vec<_>>()
+    };
+    until(SOON, "the log names the pair", || told().first().cloned());
+    let (status, body) = get(21895, "/ready").unwrap();
+    assert_eq!(status, 503, "{body}");
+    assert!(body.contains("block_size (16 and 32)"), "{body}");
+    let told = told();
+    assert!(told[0].contains("block_size (16 and 32)"), "{told:?}");
+    assert_eq!(told.len(), 1, "{told:?}");
 }
 
 /// Keys come from the environment; they stand in no argument and no log line (C9.12).

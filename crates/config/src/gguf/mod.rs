@@ -14,9 +14,10 @@ mod tokenizer;
 pub use tensors::{GgufPart, GgufTensor, GgufType};
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use twinfer_sys::file::{FileError, open_regular, refuse_lfs_pointer};
 
 /// The header of a GGUF file, checked against the file's size.
 #[derive(Debug)]
@@ -75,16 +76,18 @@ impl Gguf {
             path: path.to_owned(),
             source,
         };
-        // A FIFO would block in open().
-        let meta = std::fs::metadata(path).map_err(io)?;
-        if !meta.is_file() {
-            return Err(GgufError::File {
+        let refused = |error| match error {
+            FileError::Io(source) => io(source),
+            other => GgufError::File {
                 path: path.to_owned(),
-                reason: "is not a regular file".to_owned(),
-            });
-        }
-        let file = File::open(path).map_err(io)?;
-        let size = file.metadata().map_err(io)?.len();
+                reason: other.to_string(),
+            },
+        };
+        let (file, meta) = open_regular(path).map_err(refused)?;
+        let size = meta.len();
+        let mut start = [0; 512];
+        let read = file.read_at(&mut start, 0).map_err(io)?;
+        refuse_lfs_pointer(&start[..read], size).map_err(refused)?;
         let header =
             read::header(io::BufReader::with_capacity(1 << 20, file), size).map_err(|error| {
                 match error {

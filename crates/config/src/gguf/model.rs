@@ -205,10 +205,10 @@ impl Gguf {
                 json!(self.size("feed_forward_length")?),
             );
         }
-        if let Some(id) = self.integer_if("tokenizer.ggml.bos_token_id")? {
+        if let Some(id) = self.special_id("bos")? {
             set("bos_token_id", json!(id));
         }
-        if let Some(id) = self.integer_if("tokenizer.ggml.eos_token_id")? {
+        if let Some(id) = self.special_id("eos")? {
             set("eos_token_id", json!(id));
         }
         Ok(Value::Object(config).to_string())
@@ -261,11 +261,11 @@ impl Gguf {
     /// An id is no integer.
     pub fn generation_config_json(&self) -> Result<String, GgufError> {
         let mut ends: Vec<u64> = Vec::new();
-        for key in ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"] {
-            ends.extend(self.integer_if(key)?.filter(|id| !ends.contains(id)));
+        for name in ["eos", "eot"] {
+            ends.extend(self.special_id(name)?.filter(|id| !ends.contains(id)));
         }
         let mut config = Map::new();
-        if let Some(id) = self.integer_if("tokenizer.ggml.bos_token_id")? {
+        if let Some(id) = self.special_id("bos")? {
             config.insert("bos_token_id".to_owned(), json!(id));
         }
         if !ends.is_empty() {

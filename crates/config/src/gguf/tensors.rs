@@ -134,6 +134,16 @@ const LAYER_NAMES: &[(&str, &str)] = &[
     ("ffn_down.weight", "mlp.down_proj.weight"),
 ];
 
+/// Files of before April 2024 hold each expert on its own: `ffn_gate.3.weight`.
+fn single_expert(names: [&str; 3], tail: &str) -> Option<String> {
+    let (projection, expert) = tail.strip_suffix(".weight")?.split_once('.')?;
+    let place = ["ffn_gate", "ffn_up", "ffn_down"]
+        .iter()
+        .position(|known| *known == projection)?;
+    let expert: usize = expert.parse().ok()?;
+    Some(format!("experts.{expert}.{}.weight", names[place]))
+}
+
 impl Gguf {
     /// The tensors of the Hugging Face checkpoint that this file stands for.
     ///
@@ -216,6 +226,10 @@ impl Gguf {
                             bytes,
                             paired_heads: None,
                         }));
+                    } else if let Some(name) =
+                        family.experts.and_then(|names| single_expert(names, tail))
+                    {
+                        parts.push(whole(format!("{prefix}{}.{name}", family.moe_block)));
                     } else {
                         unknown.push(other);
                     }

@@ -1,5 +1,6 @@
 use super::*;
 use crate::ModelConfig;
+use std::fs::File;
 use std::io::Write;
 
 fn testdata(name: &str) -> PathBuf {

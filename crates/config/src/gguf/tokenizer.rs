@@ -1,26 +1,37 @@
+mod kinds;
+mod pieces;
+
 use super::{Gguf, GgufError, MetaValue};
+use kinds::Kind;
 use serde_json::{Map, Value, json};
 
-/// Splits of the GPT-4 family; tokenizers differ in how many digits go together and in normalisation.
-const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-const LLAMA3_NAMES: [&str; 3] = ["llama-bpe", "llama3", "llama-v3"];
-const ALLOWED: &str = "llama-bpe, qwen2, smollm, gpt-2";
+/// `tokenizer.ggml.model`.
+const BYTE_LEVEL: &str = "gpt2";
+const PIECES: &str = "llama";
 
 /// `tokenizer.ggml.token_type` of tokens that stand for themselves.
+const UNKNOWN: u64 = 2;
 const CONTROL: u64 = 3;
 const USER_DEFINED: u64 = 4;
+
+/// What all tokenizers hold.
+struct Common<'a> {
+    tokens: Vec<&'a str>,
+    kinds: Vec<u64>,
+    vocab: Map<String, Value>,
+}
 
 impl Gguf {
     /// The text of the tokenizer.json that this file stands for.
     ///
     /// # Errors
-    /// The tokenizer is not a byte-level BPE of a known kind, or its lists do not fit each other.
+    /// The tokenizer is neither a byte-level BPE of a known kind nor SentencePiece's with bytes, or its
+    /// lists do not fit each other.
     pub fn tokenizer_json(&self) -> Result<String, GgufError> {
         let model = self.text("tokenizer.ggml.model")?;
-        if model != "gpt2" {
+        if ![BYTE_LEVEL, PIECES].contains(&model) {
             return Err(self.bad(format!(
-                "tokenizer.ggml.model is {model:?}; allowed: gpt2 (byte-level BPE)"
+                "tokenizer.ggml.model is {model:?}; allowed: {BYTE_LEVEL} (byte-level BPE), {PIECES} (SentencePiece with scores)"
             )));
         }
         if self.flag_if("tokenizer.ggml.add_eos_token")? == Some(true) {
@@ -28,6 +39,16 @@ impl Gguf {
                 "tokenizer.ggml.add_eos_token is true; allowed: false, a prompt that has ended cannot be continued".to_owned(),
             ));
         }
+        let common = self.common()?;
+        let json = if model == PIECES {
+            self.pieces_json(&common)?
+        } else {
+            self.byte_level_json(&common)?
+        };
+        Ok(json.to_string())
+    }
+
+    fn common(&self) -> Result<Common<'_>, GgufError> {
         let tokens = self.texts("tokenizer.ggml.tokens")?;
         let kinds = self.kinds(tokens.len())?;
         let vocab: Map<String, Value> = tokens
@@ -38,6 +59,21 @@ impl Gguf {
         if vocab.len() != tokens.len() {
             return Err(self.bad("tokenizer.ggml.tokens has a token twice".to_owned()));
         }
+        Ok(Common {
+            tokens,
+            kinds,
+            vocab,
+        })
+    }
+
+    fn byte_level_json(&self, common: &Common<'_>) -> Result<Value, GgufError> {
+        let name = self.text("tokenizer.ggml.pre")?;
+        let kind = Kind::of(name).ok_or_else(|| {
+            self.bad(format!(
+                "tokenizer.ggml.pre is {name:?}; allowed: {}",
+                Kind::names()
+            ))
+        })?;
         let merges: Vec<Value> = self
             .texts("tokenizer.ggml.merges")?
             .into_iter()
@@ -50,35 +86,21 @@ impl Gguf {
                 ))),
             })
             .collect::<Result<_, _>>()?;
-        let added: Vec<Value> = tokens
-            .iter()
-            .zip(&kinds)
-            .enumerate()
-            .filter(|(_, (_, kind))| [CONTROL, USER_DEFINED].contains(kind))
-            .map(|(id, (token, kind))| {
-                json!({
-                    "id": id, "content": token, "special": *kind == CONTROL, "normalized": false,
-                    "single_word": false, "lstrip": false, "rstrip": false,
-                })
-            })
-            .collect();
-        let (normalizer, pre_tokenizer, ignore_merges) = self.splitting()?;
         Ok(json!({
             "version": "1.0",
             "truncation": null,
             "padding": null,
-            "added_tokens": added,
-            "normalizer": normalizer,
-            "pre_tokenizer": pre_tokenizer,
-            "post_processor": self.post_processor(&tokens)?,
+            "added_tokens": special_tokens(common),
+            "normalizer": kind.normalizer(),
+            "pre_tokenizer": kind.pre_tokenizer(),
+            "post_processor": self.post_processor(kind.begins, &common.tokens)?,
             "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
             "model": {
                 "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
                 "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
-                "ignore_merges": ignore_merges, "vocab": vocab, "merges": merges,
+                "ignore_merges": kind.ignore_merges, "vocab": common.vocab, "merges": merges,
             },
-        })
-        .to_string())
+        }))
     }
 
     /// The text of the tokenizer_config.json that this file stands for.
@@ -100,35 +122,8 @@ impl Gguf {
         Ok(Value::Object(config).to_string())
     }
 
-    /// Normalizer, pre-tokenizer, whether whole words in the vocabulary skip the merges.
-    fn splitting(&self) -> Result<(Value, Value, bool), GgufError> {
-        let byte_level = |regex: bool| json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": regex});
-        let split = |pattern: &str| {
-            json!({"type": "Sequence", "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false},
-                byte_level(false),
-            ]})
-        };
-        Ok(match self.text("tokenizer.ggml.pre")? {
-            name if LLAMA3_NAMES.contains(&name) => (Value::Null, split(LLAMA3), true),
-            "qwen2" => (json!({"type": "NFC"}), split(QWEN2), false),
-            "smollm" => {
-                let digits = json!({"type": "Digits", "individual_digits": true});
-                let all = json!({"type": "Sequence", "pretokenizers": [digits, byte_level(true)]});
-                (Value::Null, all, false)
-            }
-            "gpt-2" => (Value::Null, byte_level(true), false),
-            other => {
-                return Err(self.bad(format!(
-                    "tokenizer.ggml.pre is {other:?}; allowed: {ALLOWED}"
-                )));
-            }
-        })
-    }
-
-    fn post_processor(&self, tokens: &[&str]) -> Result<Value, GgufError> {
-        // Llama 3's tokenizers begin every text with BOS unless the file says otherwise.
-        let begins = LLAMA3_NAMES.contains(&self.text("tokenizer.ggml.pre")?);
+    /// `begins`: texts begin with BOS unless the file says otherwise.
+    fn post_processor(&self, begins: bool, tokens: &[&str]) -> Result<Value, GgufError> {
         if !self
             .flag_if("tokenizer.ggml.add_bos_token")?
             .unwrap_or(begins)
@@ -137,11 +132,11 @@ impl Gguf {
         }
         let Some(bos) = self.special("bos", tokens)? else {
             return Err(self.bad(
-                "tokenizer.ggml.add_bos_token is true, but tokenizer.ggml.bos_token_id is missing"
+                "texts begin with BOS (tokenizer.ggml.add_bos_token), but tokenizer.ggml.bos_token_id is missing"
                     .to_owned(),
             ));
         };
-        let id = self.integer("tokenizer.ggml.bos_token_id")?;
+        let id = self.special_id("bos")?;
         Ok(json!({
             "type": "TemplateProcessing",
             "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
@@ -153,15 +148,27 @@ impl Gguf {
         }))
     }
 
+    /// Id of a special token. SentencePiece's own ids hold where the file has none.
+    pub(super) fn special_id(&self, name: &str) -> Result<Option<u64>, GgufError> {
+        if let Some(id) = self.integer_if(&format!("tokenizer.ggml.{name}_token_id"))? {
+            return Ok(Some(id));
+        }
+        let pieces = self.get("tokenizer.ggml.model") == Some(&MetaValue::Text(PIECES.to_owned()));
+        Ok(match name {
+            "bos" if pieces => Some(1),
+            "eos" if pieces => Some(2),
+            _ => None,
+        })
+    }
+
     fn special<'a>(&self, name: &str, tokens: &[&'a str]) -> Result<Option<&'a str>, GgufError> {
-        let key = format!("tokenizer.ggml.{name}_token_id");
-        let Some(id) = self.integer_if(&key)? else {
+        let Some(id) = self.special_id(name)? else {
             return Ok(None);
         };
         let token = usize::try_from(id).ok().and_then(|id| tokens.get(id));
         token.copied().map(Some).ok_or_else(|| {
             self.bad(format!(
-                "{key} is {id}; allowed: 0 to {}",
+                "tokenizer.ggml.{name}_token_id is {id}; allowed: 0 to {}",
                 tokens.len().saturating_sub(1)
             ))
         })
@@ -196,4 +203,18 @@ impl Gguf {
         }
         Ok(kinds)
     }
+}
+
+/// Tokens that stand for themselves in a text, as tokenizer.json lists them.
+fn special_tokens(common: &Common<'_>) -> Vec<Value> {
+    let kinds = common.tokens.iter().zip(&common.kinds).enumerate();
+    kinds
+        .filter(|(_, (_, kind))| [UNKNOWN, CONTROL, USER_DEFINED].contains(kind))
+        .map(|(id, (token, kind))| {
+            json!({
+                "id": id, "content": token, "special": *kind != USER_DEFINED, "normalized": false,
+                "single_word": false, "lstrip": false, "rstrip": false,
+            })
+        })
+        .collect()
 }

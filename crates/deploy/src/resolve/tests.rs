@@ -312,10 +312,10 @@ fn a_missing_model_is_told_at_its_line() {
 
 #[test]
 fn what_an_instance_would_refuse_is_told_at_its_flag() {
-    let text = pair(", max-num-seqs: 0", "", "");
+    let text = pair(", max-num-seqs: 7", "", "");
     let deployment = Deployment::parse("deploy.yaml", &text, Path::new("/x")).unwrap();
     let check = |config: &ServeConfig| match config.max_num_seqs {
-        0 => Err(FlagError::new("max-num-seqs", 0, "1 to 9 are allowed")),
+        7 => Err(FlagError::new("max-num-seqs", 7, "1 to 6 are allowed")),
         _ => Ok(()),
     };
     let wrong = resolve(
@@ -328,10 +328,10 @@ fn what_an_instance_would_refuse_is_told_at_its_flag() {
     .unwrap_err()
     .to_string();
     assert!(
-        wrong.starts_with("deploy.yaml:3:44: instances[0].max-num-seqs is 0\n"),
+        wrong.starts_with("deploy.yaml:3:44: instances[0].max-num-seqs is 7\n"),
         "{wrong}"
     );
-    assert!(wrong.ends_with("\n  1 to 9 are allowed"), "{wrong}");
+    assert!(wrong.ends_with("\n  1 to 6 are allowed"), "{wrong}");
 }
 
 /// Ctrl-C ends everything: a router that still served those who come late would only take time.

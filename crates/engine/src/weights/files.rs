@@ -3,6 +3,7 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
+use twinfer_sys::file::{self, FileError};
 
 const SUFFIX: &str = ".safetensors";
 const INDEX_SUFFIX: &str = ".safetensors.index.json";
@@ -149,37 +150,9 @@ impl WeightFiles {
     }
 }
 
-/// The path of a file of the model directory, after links: it must stay inside, so that a model from
-/// a stranger cannot make the engine read other files.
-///
-/// # Errors
-/// The file is absent, or a link leads out of the directory.
+/// [`file::inside`] with the error of weight files.
 pub(crate) fn inside(dir: &Path, name: &str) -> Result<PathBuf, WeightsError> {
-    let path = dir.join(name);
-    let io = |source| WeightsError::Io {
-        path: path.clone(),
-        source,
-    };
-    let real = fs::canonicalize(&path).map_err(io)?;
-    let root = fs::canonicalize(dir).map_err(io)?;
-    if real.starts_with(&root) {
-        return Ok(real);
-    }
-    let hub_blobs = root
-        .parent()
-        .filter(|parent| parent.file_name().is_some_and(|name| name == "snapshots"))
-        .and_then(Path::parent)
-        .map(|repository| repository.join("blobs"));
-    if hub_blobs.is_some_and(|blobs| real.starts_with(blobs)) {
-        return Ok(real);
-    }
-    Err(WeightsError::File {
-        path,
-        reason: format!(
-            "is a link out of the model directory, to {}",
-            real.display()
-        ),
-    })
+    file::inside(dir, name).map_err(|error| refused(&dir.join(name), error))
 }
 
 /// Text of a file of the model directory.
@@ -188,25 +161,23 @@ pub(crate) fn inside(dir: &Path, name: &str) -> Result<PathBuf, WeightsError> {
 /// It is no regular file, larger than 256 MiB, unreadable, or not UTF-8.
 pub(crate) fn read_text(path: &Path) -> Result<String, WeightsError> {
     const MOST: u64 = 256 << 20;
-    let io = |source| WeightsError::Io {
+    let bytes = file::read_regular(path, MOST).map_err(|error| refused(path, error))?;
+    String::from_utf8(bytes).map_err(|error| WeightsError::File {
         path: path.to_owned(),
-        source,
-    };
-    let bad = |reason| WeightsError::File {
-        path: path.to_owned(),
-        reason,
-    };
-    let meta = fs::metadata(path).map_err(io)?;
-    if !meta.is_file() {
-        return Err(bad("is not a regular file".to_owned()));
+        reason: format!("is not UTF-8: {}", error.utf8_error()),
+    })
+}
+
+/// Why a file was not taken, with its name.
+pub(super) fn refused(path: &Path, error: FileError) -> WeightsError {
+    let path = path.to_owned();
+    match error {
+        FileError::Io(source) => WeightsError::Io { path, source },
+        other => WeightsError::File {
+            path,
+            reason: other.to_string(),
+        },
     }
-    if meta.len() > MOST {
-        return Err(bad(format!(
-            "has {} bytes; at most {MOST} are allowed",
-            meta.len()
-        )));
-    }
-    fs::read_to_string(path).map_err(io)
 }
 
 fn list(dir: &Path) -> Result<BTreeSet<String>, WeightsError> {

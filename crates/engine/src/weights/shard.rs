@@ -1,3 +1,4 @@
+use super::files::refused;
 use super::{WeightsError, ggml};
 use safetensors::Dtype;
 use safetensors::tensor::Metadata;
@@ -7,11 +8,11 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 use twinfer_config::gguf::{Gguf, GgufType};
+use twinfer_sys::file::{open_regular, refuse_lfs_pointer};
 
 /// The format's own limit on its header.
 const MAX_HEADER: u64 = 100_000_000;
 const HEADER_LENGTH: u64 = 8;
-const LFS_POINTER: &[u8] = b"version https://git-lfs";
 
 /// Type of a tensor's values on disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -128,12 +129,7 @@ impl Shard {
             path: path.to_owned(),
             reason,
         };
-        let meta = std::fs::metadata(path).map_err(io)?;
-        if !meta.is_file() {
-            return Err(bad("is not a regular file".to_owned()));
-        }
-        let file = File::open(path).map_err(io)?;
-        let meta = file.metadata().map_err(io)?;
+        let (file, meta) = open_regular(path).map_err(|error| refused(path, error))?;
         let size = meta.len();
         if size == 0 {
             return Err(bad(
@@ -142,7 +138,8 @@ impl Shard {
         }
         let mut start = vec![0; usize::try_from(size.min(512)).unwrap_or(512)];
         file.read_exact_at(&mut start, 0).map_err(io)?;
-        if let Some(reason) = something_else(&start, size) {
+        refuse_lfs_pointer(&start, size).map_err(|error| refused(path, error))?;
+        if let Some(reason) = web_page(&start, size) {
             return Err(bad(reason));
         }
         let Some(length) = start
@@ -356,16 +353,8 @@ impl Ggml {
     }
 }
 
-/// Recognises the usual stand-ins for a file that was not downloaded.
-fn something_else(start: &[u8], size: u64) -> Option<String> {
-    if start.starts_with(LFS_POINTER) {
-        let text = String::from_utf8_lossy(start);
-        let expected = text.lines().find_map(|line| line.strip_prefix("size "));
-        return Some(format!(
-            "is a Git LFS pointer, not the file itself: expected {} bytes, found {size}; run `git lfs pull`",
-            expected.unwrap_or("more")
-        ));
-    }
+/// Recognises the error page that a download may leave.
+fn web_page(start: &[u8], size: u64) -> Option<String> {
     let text: Vec<u8> = start
         .iter()
         .skip_while(|byte| byte.is_ascii_whitespace())

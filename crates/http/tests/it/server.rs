@@ -200,7 +200,12 @@ async fn oversized_heads_are_431_and_slow_ones_are_cut() {
         "GET /echo HTTP/1.1\r\nhost: x\r\nlong: {}\r\n\r\n",
         "x".repeat(20_000)
     );
-    assert_eq!(server.ask(&long).await.status, 431);
+    let answer = server.ask(&long).await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (431, "invalid_request")
+    );
+    assert!(answer.text().contains("50 headers with 8192 bytes"));
     let many: String = (0..100).map(|i| format!("h{i}: x\r\n")).collect();
     assert_eq!(
         server
@@ -215,6 +220,35 @@ async fn oversized_heads_are_431_and_slow_ones_are_cut() {
     let mut silent = server.connect().await;
     assert_eq!(silent.rest().await, b"");
     assert_eq!(server.get("/echo").await.status, 405);
+}
+
+#[tokio::test]
+async fn a_head_that_is_no_http_gets_the_one_error_shape() {
+    let server = start().await;
+    for head in [
+        "GET /echo HTTP/1.1\r\nno colon\r\n\r\n",
+        "GET  /echo HTTP/1.1\r\n\r\n",
+        "POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n",
+        "POST /echo HTTP/1.1\r\nhost: x\r\ntransfer-encoding: zip\r\n\r\n",
+    ] {
+        let answer = server.ask(head).await;
+        assert_eq!(
+            (answer.status, answer.error_code().as_str()),
+            (400, "invalid_request"),
+            "{head}"
+        );
+        assert_eq!(answer.header("content-type"), Some("application/json"));
+    }
+    // Behind a good request on the same connection, too.
+    let mut peer = server.connect().await;
+    peer.send(&post("/echo", "application/json", "{}")).await;
+    assert_eq!(peer.answer().await.text(), "{}");
+    peer.send("nonsense\r\n\r\n").await;
+    let answer = peer.answer().await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (400, "invalid_request")
+    );
 }
 
 #[tokio::test]

@@ -2,6 +2,7 @@ use http::HeaderMap;
 use http::header::AUTHORIZATION;
 use proptest::prelude::*;
 use std::os::unix::fs::PermissionsExt;
+use twinfer_config::KeyVariable;
 use twinfer_http::{
     Endpoint, Host, HostPort, METRICS_CONTENT_TYPE, Metrics, SECONDS_INTER_TOKEN, SECONDS_REQUEST,
     SECONDS_TTFT, Secret, SecretError, TOKENS, check_bearer, error_response,
@@ -181,17 +182,29 @@ fn keys_come_from_private_files_and_are_never_printed() {
         Secret::from_file(&missing),
         Err(SecretError::Read { .. })
     ));
+    let flag = "api-key-file";
+    let message = Secret::load(flag, Some(&missing), None)
+        .unwrap_err()
+        .to_string();
+    assert!(message.starts_with("--api-key-file: "), "{message}");
+    assert!(message.contains("missing"), "{message}");
+    assert!(Secret::load(flag, None, None).unwrap().is_none());
+    let variable = |value: &str| KeyVariable {
+        name: "TWINFER_API_KEY",
+        value: value.to_owned(),
+    };
+    let set = Secret::load(flag, None, Some(&variable("from-outside"))).unwrap();
+    assert_eq!(set.unwrap().expose(), b"from-outside");
+    let message = Secret::load(flag, None, Some(&variable("two words")))
+        .unwrap_err()
+        .to_string();
     assert!(
-        Secret::load(None, &["TWINFER_TEST_NO_SUCH_VARIABLE"])
-            .unwrap()
-            .is_none()
+        message.contains("variable TWINFER_API_KEY") && !message.contains("two"),
+        "{message}"
     );
-    // PATH stands for a variable that is set.
-    let first_set = Secret::load(None, &["TWINFER_TEST_NO_SUCH_VARIABLE", "PATH"]).unwrap();
-    assert_eq!(
-        first_set.unwrap().expose(),
-        std::env::var("PATH").unwrap().as_bytes()
-    );
+    std::fs::write(&path, "from-file").unwrap();
+    let file = Secret::load(flag, Some(&path), Some(&variable("from-outside"))).unwrap();
+    assert_eq!(file.unwrap().expose(), b"from-file");
 }
 
 #[test]

@@ -1,6 +1,8 @@
 use super::prompt::token_ids;
 use crate::{ApiError, ErrorKind, TokenId};
-use serde::de::{DeserializeOwned, DeserializeSeed, Error as _, MapAccess, SeqAccess, Visitor};
+use serde::de::{
+    DeserializeOwned, DeserializeSeed, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor,
+};
 use serde_json::value::RawValue;
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -126,10 +128,22 @@ impl<'a> Fields<'a> {
             .transpose()
     }
 
-    /// An integer from `least` to 2^32 - 1.
-    pub fn count(&self, name: &str, least: u32) -> Result<Option<u32>, ApiError> {
-        let value = self.integer(name, i64::from(least)..=i64::from(u32::MAX))?;
-        Ok(value.and_then(|v| u32::try_from(v).ok()))
+    /// An integer from `least` whose largest value is known elsewhere: `most` says in words what it is.
+    pub fn count(&self, name: &str, least: u32, most: &str) -> Result<Option<u32>, ApiError> {
+        let Some(raw) = self.raw(name) else {
+            return Ok(None);
+        };
+        let value = whole(raw).and_then(|value| u32::try_from(value).ok());
+        match value.filter(|value| *value >= least) {
+            Some(value) => Ok(Some(value)),
+            None => Err(ApiError::invalid(
+                name,
+                format!(
+                    "{name} is {}; an integer from {least} to {most} is expected",
+                    shown(raw.get())
+                ),
+            )),
+        }
     }
 
     /// A list of at most `most` elements, each read by `element`, which is told `name[index]`.
@@ -202,24 +216,28 @@ pub(super) fn integer(
     name: &str,
     range: RangeInclusive<i64>,
 ) -> Result<i64, ApiError> {
-    let text = raw.get();
-    let value = text.parse::<i64>().ok().or_else(|| {
-        let number = text.parse::<f64>().ok()?;
-        // Integral values that f64 holds exactly.
-        (number.fract() == 0.0 && number.abs() <= 9_007_199_254_740_992.0).then_some(number as i64)
-    });
-    match value {
+    match whole(raw) {
         Some(value) if range.contains(&value) => Ok(value),
         _ => Err(ApiError::invalid(
             name,
             format!(
                 "{name} is {}; an integer from {} to {} is expected",
-                shown(text),
+                shown(raw.get()),
                 range.start(),
                 range.end()
             ),
         )),
     }
+}
+
+/// An integer, also one that is written as `1.0` or `1e3`.
+fn whole(raw: &RawValue) -> Option<i64> {
+    let text = raw.get();
+    text.parse::<i64>().ok().or_else(|| {
+        let number = text.parse::<f64>().ok()?;
+        // Integral values that f64 holds exactly.
+        (number.fract() == 0.0 && number.abs() <= 9_007_199_254_740_992.0).then_some(number as i64)
+    })
 }
 
 /// Reads a JSON array without keeping more than `most` elements.
@@ -302,17 +320,24 @@ impl<'de, T> Visitor<'de> for ListVisitor<'_, T> {
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
         let mut items = Vec::new();
         while let Some(raw) = seq.next_element::<&'de RawValue>()? {
-            if items.len() == self.most {
+            let refused = if items.len() == self.most {
                 let (name, most) = (self.name, self.most);
-                return Ok(Err(ApiError::invalid(
+                ApiError::invalid(
                     name,
                     format!("{name} has more than {most} elements; {most} are permitted"),
-                )));
-            }
-            match (self.read)(raw, &format!("{}[{}]", self.name, items.len())) {
-                Ok(item) => items.push(item),
-                Err(error) => return Ok(Err(error)),
-            }
+                )
+            } else {
+                match (self.read)(raw, &format!("{}[{}]", self.name, items.len())) {
+                    Ok(item) => {
+                        items.push(item);
+                        continue;
+                    }
+                    Err(error) => error,
+                }
+            };
+            // A list that is left before its end reads as broken JSON.
+            while seq.next_element::<IgnoredAny>()?.is_some() {}
+            return Ok(Err(refused));
         }
         Ok(Ok(items))
     }
@@ -355,28 +380,25 @@ mod tests {
     fn null_is_absent_and_integral_floats_are_integers() {
         let fields = Fields::parse(br#"{"a":null,"n":1.0,"m":1.5,"s":"5","big":1e12}"#).unwrap();
         assert_eq!(fields.boolean("a").unwrap(), None);
-        assert_eq!(fields.count("n", 1).unwrap(), Some(1));
+        assert_eq!(fields.count("n", 1, "the context").unwrap(), Some(1));
         for name in ["m", "s", "big"] {
-            assert_eq!(
-                fields.count(name, 1).unwrap_err().param.as_deref(),
-                Some(name)
-            );
+            let refused = fields.count(name, 1, "the context").unwrap_err();
+            assert_eq!(refused.param.as_deref(), Some(name));
+            let range = "an integer from 1 to the context is expected";
+            assert!(refused.message.ends_with(range), "{}", refused.message);
         }
     }
 
     #[test]
     fn lists_stop_at_their_limit_and_name_the_element() {
-        let fields = Fields::parse(br#"{"l":[1,2,3],"m":[1,"x"]}"#).unwrap();
+        let fields = Fields::parse(br#"{"l":[1,2,3],"m":[1,"x",2,3]}"#).unwrap();
         let int: fn(&RawValue, &str) -> Result<i64, ApiError> =
             |raw, name| integer(raw, name, 0..=9);
         assert_eq!(fields.list("l", 3, int).unwrap(), Some(vec![1, 2, 3]));
-        assert!(
-            fields
-                .list("l", 2, int)
-                .unwrap_err()
-                .message
-                .contains("more than 2")
-        );
+        for most in [1, 2] {
+            let refused = fields.list("l", most, int).unwrap_err().message;
+            assert!(refused.contains(&format!("more than {most}")), "{refused}");
+        }
         assert_eq!(
             fields.list("m", 9, int).unwrap_err().param.as_deref(),
             Some("m[1]")

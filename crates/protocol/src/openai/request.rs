@@ -231,7 +231,7 @@ impl CompletionRequest {
         }
         let logprobs = fields.integer("logprobs", 0..=i64::from(MAX_LOGPROBS))?;
         let common = Common::read(fields, logprobs.and_then(|k| u32::try_from(k).ok()))?;
-        let best_of = fields.count("best_of", 1)?;
+        let best_of = fields.count("best_of", 1, "n")?;
         if best_of.is_some_and(|best_of| best_of != common.n) {
             return Err(ApiError::invalid(
                 "best_of",

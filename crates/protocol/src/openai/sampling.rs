@@ -1,7 +1,7 @@
 use super::fields::{Fields, number, read, shown};
 use super::prompt::token_id;
 use crate::{ApiError, TokenId};
-use serde::de::{Error as _, MapAccess, Visitor};
+use serde::de::{IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 use std::fmt;
 
@@ -13,6 +13,9 @@ pub const MAX_STOPS: usize = 32;
 const MAX_STOP_BYTES: usize = 1024;
 /// Most entries of `logit_bias`, `stop_token_ids`.
 const MAX_BIASES: usize = 1024;
+
+/// What bounds a number of output tokens.
+const CONTEXT: &str = "what the model's context leaves";
 
 /// How tokens are chosen and when to stop, as far as the request says. Ranges of numbers are checked
 /// where the model's limits are known.
@@ -63,19 +66,19 @@ impl SamplingOptions {
     pub fn read(fields: &Fields<'_>) -> Result<Self, ApiError> {
         // A prompt that is echoed may be all that is wanted.
         let least = u32::from(fields.boolean("echo")? != Some(true));
-        let newer = fields.count("max_completion_tokens", least)?;
-        let older = fields.count("max_tokens", least)?;
+        let newer = fields.count("max_completion_tokens", least, CONTEXT)?;
+        let older = fields.count("max_tokens", least, CONTEXT)?;
         let max_tokens_field = if newer.is_some() {
             "max_completion_tokens"
         } else {
             "max_tokens"
         };
-        let top_k = fields.integer("top_k", -1..=i64::from(u32::MAX))?;
+        let top_k = top_k(fields)?;
         let seed = fields.integer("seed", i64::MIN..=i64::MAX)?;
         Ok(Self {
             temperature: fields.number("temperature")?,
             top_p: fields.number("top_p")?,
-            top_k: top_k.map(|k| u32::try_from(k).unwrap_or(0)),
+            top_k,
             min_p: fields.number("min_p")?,
             repetition_penalty: fields.number("repetition_penalty")?,
             frequency_penalty: fields.number("frequency_penalty")?,
@@ -89,7 +92,7 @@ impl SamplingOptions {
             seed: seed.map(i64::cast_unsigned),
             max_tokens: newer.or(older),
             max_tokens_field,
-            min_tokens: fields.count("min_tokens", 0)?.unwrap_or(0),
+            min_tokens: fields.count("min_tokens", 0, "max_tokens")?.unwrap_or(0),
             ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
             stop: stop(fields)?,
             stop_token_ids: fields
@@ -100,6 +103,24 @@ impl SamplingOptions {
                 .unwrap_or(false),
             skip_special_tokens: fields.boolean("skip_special_tokens")?.unwrap_or(true),
         })
+    }
+}
+
+/// -1 and 0 keep all tokens, as does any number above the vocabulary's.
+fn top_k(fields: &Fields<'_>) -> Result<Option<u32>, ApiError> {
+    let name = "top_k";
+    match fields.integer(name, -1..=i64::MAX) {
+        Ok(k) => Ok(k.map(|k| u32::try_from(k.max(0)).unwrap_or(u32::MAX))),
+        Err(error) => Err(ApiError {
+            message: format!(
+                "{name} is {}; an integer from 1 to the size of the vocabulary is expected, or -1 or 0 for all",
+                fields
+                    .raw(name)
+                    .map(|raw| shown(raw.get()))
+                    .unwrap_or_default()
+            ),
+            ..error
+        }),
     }
 }
 
@@ -148,6 +169,33 @@ fn logit_bias(raw: &RawValue) -> Result<Vec<(TokenId, f32)>, ApiError> {
     })?
 }
 
+fn entry(
+    biases: &[(TokenId, f32)],
+    key: &str,
+    value: &RawValue,
+) -> Result<(TokenId, f32), ApiError> {
+    let name = "logit_bias";
+    if biases.len() == MAX_BIASES {
+        return Err(ApiError::invalid(
+            name,
+            format!("{name} has more than {MAX_BIASES} entries; {MAX_BIASES} are permitted"),
+        ));
+    }
+    let Ok(id) = key.parse::<TokenId>() else {
+        return Err(ApiError::invalid(
+            name,
+            format!("{name} has the key {:?}; keys are token ids", shown(key)),
+        ));
+    };
+    if biases.iter().any(|(other, _)| *other == id) {
+        return Err(ApiError::invalid(
+            name,
+            format!("{name} has token {id} twice; once is permitted"),
+        ));
+    }
+    Ok((id, number(value, &format!("{name}[{id}]"))?))
+}
+
 impl<'de> Visitor<'de> for BiasVisitor {
     type Value = Result<Vec<(TokenId, f32)>, ApiError>;
 
@@ -156,29 +204,15 @@ impl<'de> Visitor<'de> for BiasVisitor {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
-        let name = "logit_bias";
         let mut biases: Vec<(TokenId, f32)> = Vec::new();
         while let Some((key, value)) = map.next_entry::<String, &'de RawValue>()? {
-            if biases.len() == MAX_BIASES {
-                return Ok(Err(ApiError::invalid(
-                    name,
-                    format!(
-                        "{name} has more than {MAX_BIASES} entries; {MAX_BIASES} are permitted"
-                    ),
-                )));
-            }
-            let Ok(id) = key.parse::<TokenId>() else {
-                return Ok(Err(ApiError::invalid(
-                    name,
-                    format!("{name} has the key {:?}; keys are token ids", shown(&key)),
-                )));
-            };
-            if biases.iter().any(|(other, _)| *other == id) {
-                return Err(A::Error::custom("a token twice"));
-            }
-            match number(value, &format!("{name}[{id}]")) {
-                Ok(bias) => biases.push((id, bias)),
-                Err(error) => return Ok(Err(error)),
+            match entry(&biases, &key, value) {
+                Ok(bias) => biases.push(bias),
+                Err(error) => {
+                    // An object that is left before its end reads as broken JSON.
+                    while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
+                    return Ok(Err(error));
+                }
             }
         }
         Ok(Ok(biases))
@@ -243,7 +277,11 @@ mod tests {
             .map(|i| format!("\"{i}\":1"))
             .collect::<Vec<_>>()
             .join(",");
-        assert!(options(&format!("{{\"logit_bias\":{{{many}}}}}")).is_err());
+        let refused = options(&format!("{{\"logit_bias\":{{{many}}}}}")).unwrap_err();
+        assert!(refused.message.contains("more than 1024"), "{refused}");
+        let stops = vec!["\"x\""; 40].join(",");
+        let refused = options(&format!("{{\"stop\":[{stops}]}}")).unwrap_err();
+        assert!(refused.message.contains("more than 32"), "{refused}");
         let long = "x".repeat(1 << 20);
         assert!(options(&format!("{{\"stop\":\"{long}\"}}")).is_err());
     }

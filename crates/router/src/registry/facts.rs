@@ -6,6 +6,8 @@ use twinfer_protocol::{Fingerprint, InstanceCard, Limits};
 
 /// Longest name of an instance or a model that is taken over, in bytes.
 const MAX_NAME: usize = 256;
+/// Most characters of a setting that a message repeats.
+const MAX_VALUE: usize = 64;
 /// Most models of one instance.
 const MAX_MODELS: usize = 64;
 
@@ -92,6 +94,12 @@ impl Facts {
         self.native == other.native && self.fingerprint == other.fingerprint
     }
 
+    /// Do they serve a model of the same name?
+    pub(crate) fn same_model(&self, other: &Self) -> bool {
+        let names = |model: &Model| other.models.iter().any(|theirs| theirs.id == model.id);
+        self.models.iter().any(names)
+    }
+
     /// Why these two may not exchange KV; none if they may.
     pub(crate) fn difference(&self, other: &Self) -> Option<String> {
         if self.may_exchange(other) {
@@ -100,12 +108,27 @@ impl Facts {
         let (Some(ours), Some(theirs)) = (&self.fingerprint, &other.fingerprint) else {
             return Some("one is native, the other is not".to_owned());
         };
-        let parts: Vec<&str> = ours
-            .parts()
+        // Values of the others are hashes.
+        let settings = [
+            "num-speculative-tokens",
+            "quantization",
+            "kv_dtype",
+            "block_size",
+        ];
+        let shown = |value: &str| -> String {
+            let plain = value.chars().filter(|c| !c.is_control());
+            plain.take(MAX_VALUE).collect()
+        };
+        let parts: Vec<String> = ours
+            .differences(theirs)
             .iter()
-            .zip(theirs.parts())
-            .filter(|((_, a), (_, b))| a != b)
-            .map(|((name, _), _)| *name)
+            .map(|(name, a, b)| {
+                if settings.contains(name) {
+                    format!("{name} ({} and {})", shown(a), shown(b))
+                } else {
+                    (*name).to_owned()
+                }
+            })
             .collect();
         Some(format!("they differ in {}", parts.join(", ")))
     }
@@ -120,6 +143,46 @@ impl Facts {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_difference_names_the_setting_and_both_values() {
+        let facts = |fingerprint| Facts {
+            name: "i".into(),
+            models: Vec::new(),
+            fingerprint: Some(fingerprint),
+            limits: None,
+            native: true,
+        };
+        let plain = Fingerprint {
+            id: "1".into(),
+            weights: "aa".into(),
+            block_size: 16,
+            ..Fingerprint::default()
+        };
+        let drafts = Fingerprint {
+            id: "2".into(),
+            weights: "bb".into(),
+            mtp: true,
+            ..plain.clone()
+        };
+        let why = facts(plain.clone()).difference(&facts(drafts));
+        assert_eq!(
+            why.as_deref(),
+            Some("they differ in num-speculative-tokens (0 and above 0)")
+        );
+        let wide = Fingerprint {
+            id: "3".into(),
+            block_size: 32,
+            config: "cc".into(),
+            ..plain.clone()
+        };
+        let why = facts(plain.clone()).difference(&facts(wide));
+        assert_eq!(
+            why.as_deref(),
+            Some("they differ in config, block_size (16 and 32)")
+        );
+        assert_eq!(facts(plain.clone()).difference(&facts(plain)), None);
+    }
 
     #[test]
     fn models_are_read_and_nonsense_is_named() {

@@ -70,7 +70,16 @@ pub(crate) struct Registry {
     instances: Vec<Instance>,
     picker: Mutex<Picker>,
     table: ArcSwap<Table>,
-    rebuilding: Mutex<BTreeSet<(InstanceId, InstanceId)>>,
+    rebuilding: Mutex<Told>,
+}
+
+/// What the log has said of pairs.
+#[derive(Default)]
+struct Told {
+    /// They exchange KV.
+    pairs: BTreeSet<(InstanceId, InstanceId)>,
+    /// They cannot, and why.
+    apart: BTreeMap<(InstanceId, InstanceId), String>,
 }
 
 /// A request counted at an instance, until dropped.
@@ -286,23 +295,28 @@ impl Registry {
             .iter()
             .filter_map(|i| i.problem().map(|p| format!("{}: {p}", i.name())));
         parts.extend(problems.take(MAX_TOLD));
-        parts.extend(self.mismatches().into_iter().take(MAX_TOLD));
+        let apart = self.mismatches().into_values();
+        parts.extend(apart.take(MAX_TOLD));
         parts.join("; ")
     }
 
-    /// Pairs of instances that are up and may not exchange KV, with the reason.
-    fn mismatches(&self) -> Vec<String> {
+    /// Pairs of instances that are up, serve one model and may not exchange KV, with the reason.
+    fn mismatches(&self) -> BTreeMap<(InstanceId, InstanceId), String> {
         let up = |role: Role| {
             self.instances
                 .iter()
                 .filter(move |i| i.spec.role == role && i.problem().is_none())
-                .filter_map(|i| Some((i.name(), i.facts.load_full()?)))
+                .filter_map(|i| Some((i, i.facts.load_full()?)))
         };
         up(Role::Prefill)
             .flat_map(|(prefill, ours)| {
                 up(Role::Decode).filter_map(move |(decode, theirs)| {
-                    let why = ours.difference(&theirs)?;
-                    Some(format!("{prefill} and {decode} cannot exchange KV: {why}"))
+                    let why = ours
+                        .difference(&theirs)
+                        .filter(|_| ours.same_model(&theirs))?;
+                    let (p, d) = (prefill.name(), decode.name());
+                    let text = format!("{p} and {d} cannot exchange KV: {why}");
+                    Some(((prefill.id, decode.id), text))
                 })
             })
             .collect()
@@ -319,7 +333,7 @@ impl Registry {
     }
 
     fn rebuild(&self) {
-        let mut reported = self.rebuilding.lock();
+        let mut told = self.rebuilding.lock();
         let mut table = Table::default();
         for instance in &self.instances {
             let up = instance.health.lock().is_up();
@@ -340,11 +354,17 @@ impl Registry {
             for group in &pools.groups {
                 for &p in &group.prefill {
                     for &d in &group.decode {
-                        if reported.insert((p, d)) {
+                        if told.pairs.insert((p, d)) {
                             self.report_pair(p, d);
                         }
                     }
                 }
+            }
+        }
+        for (pair, text) in self.mismatches() {
+            if told.apart.get(&pair) != Some(&text) {
+                tracing::warn!("{text}");
+                told.apart.insert(pair, text);
             }
         }
         self.table.store(Arc::new(table));

@@ -129,10 +129,51 @@ fn broken_files_are_named() {
         assert!(message.contains("tokenizer.json"), "{message}");
     }
     std::fs::remove_file(dir.join("tokenizer.json")).unwrap();
-    assert!(matches!(
-        Tokenizer::from_dir(dir),
-        Err(TextError::Read { .. })
-    ));
+    let missing = Tokenizer::from_dir(dir).unwrap_err();
+    assert!(matches!(missing, TextError::Missing { .. }));
+    let message = missing.to_string();
+    assert!(message.contains("tokenizer.json is missing"), "{message}");
+}
+
+#[test]
+fn a_pointer_of_git_lfs_tells_the_size_of_the_file() {
+    let model = model();
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9085657\n";
+    std::fs::write(model.path().join("tokenizer.json"), pointer).unwrap();
+    let message = Tokenizer::from_dir(model.path()).unwrap_err().to_string();
+    assert!(message.contains("expected 9085657 bytes"), "{message}");
+    assert!(message.contains("git lfs pull"), "{message}");
+}
+
+/// A model from a stranger must not make its reader show other files, say as a chat template.
+#[test]
+fn links_out_of_the_directory_are_refused() {
+    let elsewhere = tempfile::tempdir().unwrap();
+    let secret = elsewhere.path().join("secret");
+    std::fs::write(&secret, "{}").unwrap();
+    for name in [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "config.json",
+        "chat_template.jinja",
+    ] {
+        let model = model();
+        let path = model.path().join(name);
+        let _ = std::fs::remove_file(&path);
+        std::os::unix::fs::symlink(&secret, &path).unwrap();
+        let error = match Tokenizer::from_dir(model.path()) {
+            Err(error) => error.to_string(),
+            Ok(tokenizer) => ChatTemplate::from_dir(model.path(), &tokenizer)
+                .err()
+                .unwrap()
+                .to_string(),
+        };
+        assert!(
+            error.contains(name) && error.contains("out of the model directory"),
+            "{error}"
+        );
+    }
 }
 
 #[test]

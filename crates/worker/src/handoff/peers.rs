@@ -4,6 +4,7 @@
 use std::fmt;
 use std::net::IpAddr;
 use twinfer_http::{AddressError, Host, HostPort};
+use twinfer_protocol::openai::shown;
 use twinfer_protocol::{ApiError, ErrorKind};
 
 /// Host and port of a KV channel: one spelling per host, and no wildcard.
@@ -22,6 +23,13 @@ pub(crate) struct PeerList {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("pd-peers: {0}")]
 pub struct PeerListError(#[from] AddressError);
+
+impl PeerListError {
+    /// What is wrong with the entry.
+    pub(crate) fn problem(&self) -> &str {
+        &self.0.problem
+    }
+}
 
 impl Peer {
     /// Reads `host:port`; an IPv6 address stands in brackets.
@@ -99,24 +107,26 @@ impl PeerList {
             .and_then(|host| Peer::new(host, port))
             .filter(listed)
             .ok_or_else(|| {
-                forbidden(match self.listed {
-                    Some(_) => "names a peer that --pd-peers does not list",
-                    None => "names a peer that is not on loopback, and --pd-peers lists none",
-                })
+                let allowed = match self.listed {
+                    Some(_) => "the peers that --pd-peers lists",
+                    None => "addresses of loopback, since --pd-peers lists no peers",
+                };
+                forbidden(host, port, allowed)
             })?;
         // A name may still turn out to be elsewhere: the one who dials checks again.
         if !self.keyed && peer.address().is_some_and(|address| !address.is_loopback()) {
-            return Err(forbidden(
-                "names a peer that is not on loopback, and this instance has no peer key",
-            ));
+            let allowed = "addresses of loopback, since this instance has no peer key";
+            return Err(forbidden(host, port, allowed));
         }
         Ok(peer)
     }
 }
 
-fn forbidden(what: &str) -> ApiError {
+fn forbidden(host: &str, port: u16, allowed: &str) -> ApiError {
     let param = "kv_transfer_params.remote_host";
-    ApiError::new(ErrorKind::KvParamsForbidden, format!("{param} {what}")).with_param(param)
+    let host = shown(host);
+    let message = format!("{param} is {host:?} (port {port}); allowed are {allowed}");
+    ApiError::new(ErrorKind::KvParamsForbidden, message).with_param(param)
 }
 
 /// The address that `host` is, or means on every node.

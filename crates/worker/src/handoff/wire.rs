@@ -286,13 +286,9 @@ pub(crate) fn difference(ours: &Fingerprint, theirs: &Fingerprint) -> Option<Str
         return None;
     }
     let differing: Vec<String> = ours
-        .parts()
+        .differences(theirs)
         .iter()
-        .zip(theirs.parts())
-        .filter(|((_, a), (_, b))| a != b)
-        .map(|((name, a), (_, b))| {
-            format!("{name} (ours {}, theirs {})", printable(a), printable(&b))
-        })
+        .map(|(name, a, b)| format!("{name} (ours {}, theirs {})", printable(a), printable(b)))
         .collect();
     Some(match differing.is_empty() {
         true => format!(

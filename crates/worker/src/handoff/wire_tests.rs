@@ -30,6 +30,7 @@ fn fingerprint() -> impl Strategy<Value = Fingerprint> {
             block_size,
             kv_layout,
             numerics: String::new(),
+            mtp: false,
         },
     )
 }
@@ -173,6 +174,15 @@ fn a_difference_names_the_part() {
     assert!(
         named.starts_with("weights (ours aa, theirs ?[2J") && named.len() < 400,
         "{named}"
+    );
+    let theirs = Fingerprint {
+        weights: "with the layer".into(),
+        mtp: true,
+        ..ours.clone()
+    };
+    assert_eq!(
+        difference(&ours, &theirs).unwrap(),
+        "num-speculative-tokens (ours 0, theirs above 0)"
     );
     let theirs = Fingerprint {
         id: "other".into(),

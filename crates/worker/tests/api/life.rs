@@ -148,7 +148,7 @@ async fn what_keeps_an_instance_from_starting_is_named() {
         (
             Box::new(|c| c.pd_peers = vec!["nowhere".into()]),
             ExitClass::Config,
-            "nowhere".into(),
+            "pd-peers is \"nowhere\"; ".into(),
         ),
         (
             Box::new(|c| c.cpus = Some("0,x".into())),

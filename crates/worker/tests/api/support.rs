@@ -110,6 +110,7 @@ pub(crate) fn config() -> ServeConfig {
         drain_timeout: 5.0,
         api_key_file: None,
         peer_key_file: None,
+        environment_keys: twinfer_config::EnvironmentKeys::default(),
         log_format: LogFormat::Text,
     }
 }

@@ -26,8 +26,14 @@ enum What {
     Chat(Box<ChatRequest>),
 }
 
-/// A prompt's token ids, with the request's own fields.
-type Tokens<'l> = (Arc<[TokenId]>, Option<&'l Common>);
+/// A prompt.
+struct Given<'l> {
+    ids: Arc<[TokenId]>,
+    /// Its text, if the output is to begin with it.
+    echo: Option<String>,
+    /// The request's own fields.
+    common: Option<&'l Common>,
+}
 
 /// Larger files are no lists of prompts.
 const MAX_BYTES: u64 = 1 << 30;
@@ -87,6 +93,17 @@ fn json_line(line: &str) -> Result<What, String> {
     }
 }
 
+impl Given<'_> {
+    /// Alternatives to compute per prompt token: those asked for, or those of the output where the prompt is echoed.
+    fn scores(&self, max_tokens: u32) -> Option<u32> {
+        let common = self.common?;
+        let echoed = common.logprobs.filter(|_| self.echo.is_some());
+        // Nothing else to compute: the engine's word for a request without output.
+        let nothing = (max_tokens == 0).then_some(0);
+        common.prompt_logprobs.max(echoed).or(nothing)
+    }
+}
+
 /// Makes requests.
 pub(super) struct Source<'a> {
     pub(super) config: &'a GenerateConfig,
@@ -114,14 +131,17 @@ impl Source<'_> {
                     ),
                 )
             };
-            for (index, (prompt, common)) in
-                self.prompts(line).map_err(wrong)?.into_iter().enumerate()
-            {
+            for (index, given) in self.prompts(line).map_err(wrong)?.into_iter().enumerate() {
+                let Given {
+                    ids: prompt,
+                    echo,
+                    common,
+                } = &given;
                 let choices = common.map_or(1, |common| common.n);
                 let leader = (choices > 1).then_some(RequestId(requests.len() as u64));
                 for choice in 0..choices {
-                    let params = self.params(common, prompt.len(), choice);
-                    self.check(&prompt, &params).map_err(wrong)?;
+                    let params = self.params(&given, choice);
+                    self.check(prompt, &params).map_err(wrong)?;
                     let own = common.and_then(|common| common.sampling.max_tokens);
                     if own.is_none() && params.max_tokens < self.config.max_tokens {
                         shortened += 1;
@@ -130,11 +150,14 @@ impl Source<'_> {
                         line: line.number,
                         prompt: index,
                         choice,
-                        prompt_tokens: prompt.len(),
+                        ids: Arc::clone(prompt),
+                        echo: echo.clone(),
+                        logprobs: common.is_some_and(|common| common.logprobs.is_some()),
+                        prompt_logprobs: common.and_then(|common| common.prompt_logprobs),
                     });
                     requests.push(Request {
                         id: RequestId(requests.len() as u64),
-                        prompt: Arc::clone(&prompt),
+                        prompt: Arc::clone(prompt),
                         params,
                         kv: KvSource::Compute,
                         hold_kv: false,
@@ -157,20 +180,25 @@ impl Source<'_> {
     }
 
     /// The prompts of a line.
-    fn prompts<'l>(&self, line: &'l Line) -> Result<Vec<Tokens<'l>>, ApiError> {
+    fn prompts<'l>(&self, line: &'l Line) -> Result<Vec<Given<'l>>, ApiError> {
         let encode = |text: &str, special| {
             self.tokenizer
                 .encode(text, special)
                 .map(Arc::<[TokenId]>::from)
                 .map_err(ApiError::from)
         };
+        let plain = |ids, common| Given {
+            ids,
+            echo: None,
+            common,
+        };
         match &line.what {
             What::Text(text) if self.config.chat => {
                 let messages = json!([{"role": "user", "content": text}]);
                 let rendered = self.template.render(&messages, true, None, None)?;
-                Ok(vec![(encode(&rendered, false)?, None)])
+                Ok(vec![plain(encode(&rendered, false)?, None)])
             }
-            What::Text(text) => Ok(vec![(encode(text, true)?, None)]),
+            What::Text(text) => Ok(vec![plain(encode(text, true)?, None)]),
             What::Chat(chat) => {
                 let mut kwargs = chat.template_kwargs.clone();
                 if let Some(documents) = &chat.documents {
@@ -183,10 +211,8 @@ impl Source<'_> {
                     chat.tools.as_ref(),
                     Some(&kwargs),
                 )?;
-                Ok(vec![(
-                    encode(&rendered, chat.add_special_tokens)?,
-                    Some(&chat.common),
-                )])
+                let ids = encode(&rendered, chat.add_special_tokens)?;
+                Ok(vec![plain(ids, Some(&chat.common))])
             }
             What::Completion(completion) => completion
                 .prompts
@@ -196,15 +222,21 @@ impl Source<'_> {
                         Prompt::Text(text) => encode(text, completion.add_special_tokens)?,
                         Prompt::Ids(ids) => Arc::from(ids.as_slice()),
                     };
-                    Ok((ids, Some(&completion.common)))
+                    let echo = match prompt {
+                        _ if !completion.echo => None,
+                        Prompt::Text(text) => Some(text.clone()),
+                        Prompt::Ids(ids) => Some(self.tokenizer.decode(ids, false)?),
+                    };
+                    let common = Some(&completion.common);
+                    Ok(Given { ids, echo, common })
                 })
                 .collect(),
         }
     }
 
     /// The request's own values, else those of the flags.
-    fn params(&self, common: Option<&Common>, prompt_tokens: usize, choice: u32) -> SamplingParams {
-        let flags = self.config;
+    fn params(&self, given: &Given<'_>, choice: u32) -> SamplingParams {
+        let (flags, common) = (self.config, given.common);
         let none = SamplingOptions {
             skip_special_tokens: true,
             ..SamplingOptions::default()
@@ -212,8 +244,9 @@ impl Source<'_> {
         let own = common.map_or(&none, |common| &common.sampling);
         let room = self
             .max_len
-            .saturating_sub(u32::try_from(prompt_tokens).unwrap_or(u32::MAX))
+            .saturating_sub(u32::try_from(given.ids.len()).unwrap_or(u32::MAX))
             .max(1);
+        let max_tokens = own.max_tokens.unwrap_or_else(|| flags.max_tokens.min(room));
         SamplingParams {
             temperature: own.temperature.unwrap_or(flags.temperature),
             top_p: own.top_p.unwrap_or(flags.top_p),
@@ -226,14 +259,14 @@ impl Source<'_> {
             allowed_token_ids: own.allowed_token_ids.clone(),
             seed: own.seed.unwrap_or(flags.seed),
             choice,
-            max_tokens: own.max_tokens.unwrap_or_else(|| flags.max_tokens.min(room)),
+            max_tokens,
             min_tokens: own.min_tokens,
             ignore_eos: own.ignore_eos || flags.ignore_eos,
             stop: own.stop.clone(),
             stop_token_ids: own.stop_token_ids.clone(),
             include_stop_str_in_output: own.include_stop_str_in_output,
             logprobs: common.and_then(|common| common.logprobs),
-            prompt_logprobs: None,
+            prompt_logprobs: given.scores(max_tokens),
             skip_special_tokens: own.skip_special_tokens,
         }
     }
