@@ -1,9 +1,9 @@
 //! Speed of whole steps on the permitted cores, and the share of what the machine's peaks allow.
 //!
 //! `steps DIR [--quantize] [--only NAME] [--seconds N]`; NAME is one of the printed workloads. The floor of a step is the
-//! larger of its operations over the peak of int8 (bf16 without `--quantize`) and its bytes of weights over the read
-//! bandwidth. Operations are those of linear layers, of attention, and of the head for rows that want logits; bytes
-//! those of the weights that the step's rows can reach.
+//! larger of the time of its operations at the peaks of int8 and bf16 and its bytes over the read bandwidth. Operations
+//! are those of linear layers, in int8 with `--quantize` but for the expansion of latents, of attention, in bf16, and of
+//! the head for rows that want logits; bytes those of the weights that the step's rows can reach, and of their KV.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -14,8 +14,10 @@ use twinfer_kernels::peaks;
 
 const CONTEXT: usize = 2112;
 const BLOCK: usize = 16;
-/// Tokens that each sequence has in decode.
+/// Tokens that each sequence has before decode.
 const PAST: usize = 128;
+/// Steps of decode before it starts again behind them.
+const ROUND: usize = 60;
 
 struct Workload {
     name: &'static str,
@@ -56,6 +58,8 @@ const WORKLOADS: [Workload; 5] = [
 struct Cost {
     /// Weight values that every row uses, without the head.
     shared: f64,
+    /// The same of matrices that stay in bf16.
+    latent: f64,
     /// Weight values of one routed expert in all layers.
     expert: f64,
     experts: f64,
@@ -63,6 +67,8 @@ struct Cost {
     head: f64,
     /// Operations per row and position attended to.
     attended: f64,
+    /// Bytes of a position's KV.
+    kv: f64,
 }
 
 fn cost(config: &ModelConfig) -> Cost {
@@ -71,7 +77,9 @@ fn cost(config: &ModelConfig) -> Cost {
     let mut values = std::collections::BTreeMap::new();
     for spec in &config.tensors(false).tensors {
         let size: f64 = spec.shape.iter().map(|n| *n as f64).product();
-        let kind = if spec.name.contains(".experts.") {
+        let kind = if spec.name.contains("kv_b_proj") {
+            "latent"
+        } else if spec.name.contains(".experts.") {
             "expert"
         } else if spec.name.contains("embed_tokens") || spec.name.contains("lm_head") {
             "ends"
@@ -82,38 +90,59 @@ fn cost(config: &ModelConfig) -> Cost {
     }
     let moe: Option<&MoeConfig> = config.moe.as_ref();
     let experts = moe.map_or(1.0, |moe| moe.experts as f64);
-    let attended = match &config.attention {
-        AttentionConfig::Gqa(gqa) => 4.0 * (gqa.heads * gqa.head_dim) as f64,
+    let (attended, kv) = match &config.attention {
+        AttentionConfig::Gqa(gqa) => (
+            4 * gqa.heads * gqa.head_dim,
+            2 * gqa.kv_heads * gqa.head_dim,
+        ),
         AttentionConfig::Mla(mla) => {
-            2.0 * (mla.heads * (2 * mla.kv_lora_rank + mla.qk_rope_head_dim)) as f64
+            let row = mla.kv_lora_rank + mla.qk_rope_head_dim;
+            (2 * mla.heads * (mla.kv_lora_rank + row), row)
         }
     };
     Cost {
         shared: values["shared"],
+        latent: values.get("latent").copied().unwrap_or(0.0),
         expert: values.get("expert").copied().unwrap_or(0.0) / experts,
         experts,
         top_k: moe.map_or(0.0, |moe| moe.top_k as f64),
         head: hidden * config.vocab_size as f64,
-        attended: attended * layers,
+        attended: attended as f64 * layers,
+        kv: (2 * kv) as f64 * layers,
     }
 }
 
+/// Peaks in operations and bytes per second.
+struct Machine {
+    linear: f64,
+    bf16: f64,
+    read: f64,
+    /// Bytes of a value of linear layers.
+    value: f64,
+}
+
 impl Cost {
-    /// Operations and weight values of a step.
-    fn of(&self, work: &Workload) -> (f64, f64) {
+    /// Least seconds of a step by its operations, and by its bytes.
+    fn of(&self, work: &Workload, machine: &Machine) -> (f64, f64) {
         let (seqs, tokens) = (work.seqs as f64, work.tokens as f64);
         let rows = seqs * tokens;
-        let positions = if work.tokens == 1 {
-            PAST as f64
+        // Mean positions that a row sees, and KV rows that a sequence reads.
+        let (seen, read) = if work.tokens == 1 {
+            let mean = (PAST + ROUND / 2) as f64;
+            (mean, mean)
         } else {
-            tokens / 2.0
+            (tokens / 2.0, 0.0)
         };
-        let operations = 2.0 * rows * (self.shared + self.expert * self.top_k)
-            + 2.0 * seqs * self.head
-            + rows * positions * self.attended;
+        let linear = 2.0 * rows * (self.shared + self.expert * self.top_k) + 2.0 * seqs * self.head;
+        let bf16 = rows * (2.0 * self.latent + seen * self.attended);
         // Expected number of experts that some row of evenly spread ones goes to.
         let reached = self.experts * (1.0 - (1.0 - self.top_k / self.experts).powf(rows));
-        (operations, self.shared + self.expert * reached + self.head)
+        let values = self.shared + self.expert * reached + self.head;
+        let bytes = values * machine.value + 2.0 * self.latent + seqs * read * self.kv;
+        (
+            linear / machine.linear + bf16 / machine.bf16,
+            bytes / machine.read,
+        )
     }
 }
 
@@ -145,31 +174,35 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let mut loaded = load(&dir, &options)?;
     let budget = Duration::from_millis(400);
-    let peak = if quantize {
-        peaks::int8_dot(threads, budget)
+    let bf16 = peaks::bf16_dot(threads, budget).giga_per_second;
+    let linear = if quantize {
+        peaks::int8_dot(threads, budget).giga_per_second
     } else {
-        peaks::bf16_dot(threads, budget)
+        bf16
     };
     let read = peaks::read_bandwidth(threads, budget, None).giga_per_second;
-    let peak = peak.giga_per_second;
-    println!("peak {peak:.0} GOP/s, read {read:.1} GB/s");
+    println!("peaks {linear:.0} and {bf16:.0} GOP/s, read {read:.1} GB/s");
+    let machine = Machine {
+        linear: linear * 1e9,
+        bf16: bf16 * 1e9,
+        read: read * 1e9,
+        value: if quantize { 1.0 } else { 2.0 },
+    };
     let cost = cost(&loaded.config);
-    let bytes = if quantize { 1.0 } else { 2.0 };
     for work in &WORKLOADS {
         if only.as_ref().is_some_and(|only| only != work.name) {
             continue;
         }
-        let (operations, values) = cost.of(work);
-        let floor = (operations / peak).max(values * bytes / read) / 1e9;
+        let (operations, bytes) = cost.of(work, &machine);
         let time = measure(&mut loaded.executor, work, seconds)?;
         println!(
             "{:>13} {:>9.2} ms {:>7.0} tok/s {:>4.0}% of the floor {:>4.0}% of operations {:>4.0}% of bytes",
             work.name,
             time * 1e3,
             (work.seqs * work.tokens) as f64 / time,
-            floor / time * 100.0,
-            operations / peak / 1e9 / time * 100.0,
-            values * bytes / read / 1e9 / time * 100.0,
+            operations.max(bytes) / time * 100.0,
+            operations / time * 100.0,
+            bytes / time * 100.0,
         );
     }
     Ok(())
@@ -226,7 +259,7 @@ fn measure(
                 }
             })
             .collect();
-        let start = if past > 0 { past + step % 60 } else { 0 };
+        let start = if past > 0 { past + step % ROUND } else { 0 };
         let begin = Instant::now();
         works(executor, start, &tokens)?;
         times.push(begin.elapsed().as_secs_f64());

@@ -276,12 +276,12 @@ impl Executor for CpuExecutor {
     }
 
     fn execute(&mut self, batch: &[SeqWork<'_>], logits: &mut Vec<f32>) -> Result<(), ExecError> {
-        logits.clear();
         self.spans.clear();
         if batch.is_empty() {
+            logits.clear();
             return Ok(());
         }
-        self.check(batch)?;
+        self.check(batch).inspect_err(|_| logits.clear())?;
         if let Some(cpu) = self.pin.take() {
             // The worker was pinned beside it, so the core is permitted; unpinned it would only be slower.
             let _ = twinfer_sys::pin_thread(&[cpu]);
@@ -297,6 +297,7 @@ impl Executor for CpuExecutor {
         let result = self.run(batch, logits);
         if result.is_err() {
             self.spans.clear();
+            logits.clear();
         }
         result
     }

@@ -46,8 +46,8 @@ pub use heads::HeadRows;
 pub use isa::Isa;
 pub use matrix::{DType, Matrix, WeightBytes};
 pub use panels::{
-    grouped_product, grouped_product_gathered, per_head_product, product, product_accumulators,
-    quantize_rows,
+    grouped_product, grouped_product_gated, grouped_product_gathered, per_head_product, product,
+    product_accumulators, product_gated, quantize_rows,
 };
 pub use rows::{
     add, add_scaled, rms_norm, rms_norm_row, rms_norm_row_in_place, rope_half, rope_interleaved,

@@ -366,7 +366,12 @@ unsafe fn one_plus_exp_minus<S: Simd>(x: S::V) -> S::V {
 /// # Safety
 /// All three pointers are valid for `length` values; `out` may be `gate`.
 #[inline(always)]
-unsafe fn silu_mul_kernel<S: Simd>(gate: *const f32, up: *const f32, out: *mut f32, length: usize) {
+pub(crate) unsafe fn silu_mul_kernel<S: Simd>(
+    gate: *const f32,
+    up: *const f32,
+    out: *mut f32,
+    length: usize,
+) {
     for place in (0..length).step_by(S::LANES) {
         // SAFETY: the caller's duty.
         unsafe {
@@ -427,20 +432,8 @@ pub(crate) unsafe fn largest<S: Simd>(values: *const f32, length: usize) -> f32 
                 largest,
             );
         }
-        let mut lanes = [f32::NEG_INFINITY; STEP];
-        S::store(lanes.as_mut_ptr(), largest);
         // None of the lanes is NaN, so the order of comparisons does not matter.
-        for width in [8, 4, 2, 1] {
-            for lane in 0..width {
-                let other = lanes[lane + width];
-                lanes[lane] = if other > lanes[lane] {
-                    other
-                } else {
-                    lanes[lane]
-                };
-            }
-        }
-        lanes[0]
+        S::largest_lane(largest)
     }
 }
 

@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use twinfer_kernels::{
     Compute, DType, GqaParams, HeadRows, Isa, KvSeq, Matrix, MlaParams, ThreadTeam, Weight,
-    gqa_attention, grouped_product_gathered, mla_attention, per_head_product, product, rms_norm,
-    silu_mul_halves,
+    gqa_attention, grouped_product_gathered, mla_attention, per_head_product, product,
+    product_gated, rms_norm, silu_mul_halves,
 };
 
 struct Counting;
@@ -75,6 +75,15 @@ fn decode_and_prefill_steps_allocate_nothing_once_warm() {
             for w in &weights {
                 product(&team, &x[..rows * k], w, &mut y[..rows * n]).unwrap();
             }
+            let mut none = Vec::new();
+            product_gated(
+                &team,
+                &x[..rows * 2 * k],
+                &weights[0],
+                &mut none,
+                &mut y[..rows * n],
+            )
+            .unwrap();
             let each = rows / 4;
             let groups: [_; 4] = std::array::from_fn(|e| (&experts[e], e * each..(e + 1) * each));
             let source = &source[..rows];

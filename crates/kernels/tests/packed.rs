@@ -9,8 +9,9 @@ use common::{assert_same_bits, teams, values};
 use proptest::prelude::*;
 use twinfer_kernels::{
     Activation, Compute, DType, Format, HeadRows, Int8Rows, Isa, Matrix, RowScales, ThreadTeam,
-    Weight, bf16, grouped_product, grouped_product_gathered, linear, per_head_product, product,
-    product_accumulators, quantize_rows, reference,
+    Weight, bf16, grouped_product, grouped_product_gated, grouped_product_gathered, linear,
+    per_head_product, product, product_accumulators, product_gated, quantize_rows, reference,
+    silu_mul_halves,
 };
 
 fn matrix(n: usize, k: usize, dtype: DType, seed: u64) -> Matrix {
@@ -103,6 +104,43 @@ fn shapes_that_are_cut_into_many_tasks_have_the_same_bits() {
             }
         }
     }
+}
+
+#[test]
+fn gated_products_have_the_bits_of_both_steps() {
+    for (k, n) in [(5, 20), (64, 16), (301, 100)] {
+        let matrices = [9, 10].map(|seed| matrix(n, k, DType::Bf16, seed));
+        for compute in COMPUTES {
+            let w = matrices
+                .each_ref()
+                .map(|w| Weight::pack(compute, &[w]).unwrap());
+            for m in [0, 1, 3, 8, 16, 17, 45] {
+                let x = values(m * 2 * k, m as u64);
+                let mut gated = vec![0.0; m * k];
+                let single = ThreadTeam::single(Isa::available()[0]);
+                silu_mul_halves(&single, &x, k, &mut gated).unwrap();
+                let whole = product_of(&single, &gated, &w[0]);
+                let mut parts = whole.clone();
+                parts[m / 3 * n..].copy_from_slice(&product_of(
+                    &single,
+                    &gated[m / 3 * k..],
+                    &w[1],
+                ));
+                for team in teams() {
+                    let what = format!("{compute:?} m {m} n {n} k {k} {:?}", team.isa());
+                    let (mut y, mut room) = (vec![f32::NAN; m * n], Vec::new());
+                    product_gated(team, &x, &w[0], &mut room, &mut y).unwrap();
+                    assert_same_bits(&y, &whole, &what);
+                    let groups = [(&w[0], 0..m / 3), (&w[1], m / 3..m)];
+                    grouped_product_gated(team, &x, &groups, &mut room, &mut y).unwrap();
+                    assert_same_bits(&y, &parts, &what);
+                }
+            }
+        }
+    }
+    let w = Weight::pack(Compute::W8A8, &[&matrix(16, 8, DType::Bf16, 1)]).unwrap();
+    let (team, mut room) = (teams()[0], Vec::new());
+    assert!(product_gated(team, &[0.0; 8], &w, &mut room, &mut [0.0; 16]).is_err());
 }
 
 #[test]

@@ -221,7 +221,7 @@ impl Decoder {
         self.hidden
     }
 
-    /// One pass over the rows of all works, in order. Appends to `logits` a row per row that wants one;
+    /// One pass over the rows of all works, in order. Leaves in `logits` a row per row that wants one;
     /// with an MTP layer, leaves all rows' outputs behind the last norm in `known`.
     #[expect(
         clippy::too_many_arguments,
@@ -359,11 +359,12 @@ impl Decoder {
             }
         }
         let wanted = scratch.wanted.len() / width;
-        let start = logits.len();
-        logits.resize(start + wanted * self.vocab, 0.0);
+        // All are written: what is left from an earlier step need not become zero first.
+        logits.truncate(wanted * self.vocab);
+        logits.resize(wanted * self.vocab, 0.0);
         let normed = sized(&mut scratch.wanted_normed, wanted * width);
         self.norm.apply(team, &scratch.wanted, normed)?;
-        product(team, normed, &self.head, &mut logits[start..])?;
+        product(team, normed, &self.head, logits)?;
         Ok(())
     }
 }

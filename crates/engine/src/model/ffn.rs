@@ -1,7 +1,7 @@
 use super::Builder;
 use super::scratch::sized;
 use crate::ModelError;
-use twinfer_kernels::{KernelError, ThreadTeam, Weight, product, silu_mul_halves};
+use twinfer_kernels::{KernelError, ThreadTeam, Weight, product, product_gated};
 
 /// One gated network: down(silu(gate(x)) * up(x)).
 #[derive(Debug)]
@@ -51,9 +51,7 @@ impl Ffn {
     ) -> Result<(), KernelError> {
         let rows = x.len() / self.gate_up.cols();
         let gate_up = sized(gate_up, rows * self.gate_up.rows());
-        let gated = sized(gated, rows * self.down.cols());
         product(team, x, &self.gate_up, gate_up)?;
-        silu_mul_halves(team, gate_up, self.down.cols(), gated)?;
-        product(team, gated, &self.down, out)
+        product_gated(team, gate_up, &self.down, gated, out)
     }
 }

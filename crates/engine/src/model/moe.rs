@@ -11,8 +11,8 @@ use crate::ModelError;
 use std::ops::Range;
 use twinfer_config::model::{MoeConfig, Routing};
 use twinfer_kernels::{
-    KernelError, ThreadTeam, Weight, add_scaled, grouped_product, grouped_product_gathered,
-    product, silu_mul_halves,
+    KernelError, ThreadTeam, Weight, add_scaled, grouped_product_gated, grouped_product_gathered,
+    product,
 };
 
 /// Rough time to look at one expert for one slot.
@@ -154,15 +154,13 @@ impl Moe {
             sources[*place as usize] = (slot / top_k) as u32;
         }
         let gate_up = sized(&mut scratch.gate_up, count * 2 * intermediate);
-        let gated = sized(&mut scratch.gated, count * intermediate);
         let output = sized(&mut scratch.output, count * hidden);
         let mut groups = recycled(std::mem::take(&mut scratch.groups));
         groups.extend(self.groups(starts, |ffn| &ffn.gate_up));
         grouped_product_gathered(team, x, sources, &groups, gate_up)?;
-        silu_mul_halves(team, gate_up, intermediate, gated)?;
         groups.clear();
         groups.extend(self.groups(starts, |ffn| &ffn.down));
-        grouped_product(team, gated, &groups, output)?;
+        grouped_product_gated(team, gate_up, &groups, &mut scratch.gated, output)?;
         scratch.groups = recycled(groups);
 
         let output = &*output;

@@ -9,7 +9,6 @@ use std::ops::Range;
 use super::value::KvValue;
 use super::{KvSeq, TILE};
 use crate::panels::{Dot, Level, any_rows, pack_row, panel_kernel, tile_rows};
-use crate::rows::largest;
 use crate::simd::{Simd, exp};
 use crate::weight::PANEL;
 use crate::{Activation, DType, HeadRows};
@@ -19,6 +18,12 @@ const ROWS: usize = 16;
 /// Longest key and value together, in bytes, that are asked for a tile ahead; longer ones the processor foresees, and a
 /// tile of them would not stay in the first-level cache.
 const PREFETCHED_BYTES: usize = 512;
+/// Parts in which a tile ahead is asked for, so that memory is busy while others are computed with: some beside each panel
+/// of keys that is packed, then of values, then beside the products of the first rows.
+const PARTS: usize = 16;
+const VALUE_PART: usize = KEY_PANELS;
+const SCORE_PART: usize = 12;
+const SUM_PART: usize = 14;
 /// Panels of a tile's keys.
 const KEY_PANELS: usize = TILE / PANEL;
 
@@ -137,27 +142,27 @@ where
             heads,
             rows,
             first,
+            last,
             queries: scratch.cast(),
             keys: keys.cast(),
             values: values.cast(),
             folds,
         };
-        work.prefetch(0, TILE.min(last + 1));
+        for part in 0..PARTS {
+            work.prefetch(0, part);
+        }
         work.prepare(folds.add(layout.folds));
+        let mut room = Room::<D>::new();
         for base in (0..=last).step_by(TILE) {
             let count = TILE.min(last + 1 - base);
             work.pack_keys(base, count);
-            let finite = work.pack_values(base, count);
-            let next = base + TILE;
-            if next <= last {
-                work.prefetch(next, TILE.min(last + 1 - next));
-            }
+            work.pack_values(base, count);
             // A row's products reach over positions it does not see, with factors of 0: harmless if all are finite.
-            let together = finite || first + 1 >= base + count;
+            let together = first + 1 >= base + count || work.all_finite(base, count);
             let tiles = rows.div_ceil(D::ROWS);
             for tile in 0..tiles {
                 let range = tile_rows(rows, tiles, tile);
-                work.tile(tile, range, base, count, together);
+                work.tile(tile, range, base, count, together, &mut room);
             }
         }
         work.finish();
@@ -173,8 +178,9 @@ struct Work<'a, D: Dot> {
     head_from: usize,
     heads: usize,
     rows: usize,
-    /// Absolute position of the task's first row.
+    /// Absolute positions of the task's first and last rows.
     first: usize,
+    last: usize,
     queries: *mut D::Cell,
     keys: *mut [u32; PANEL],
     values: *mut [u32; PANEL],
@@ -221,9 +227,10 @@ where
             .wrapping_add(position % geometry.block_size * geometry.row)
     }
 
-    /// Asks for keys and values of some positions: a head's part of a row is too short for the processor to foresee.
+    /// Asks for a part of the keys and values of the tile at `base`, as far as there is one: a head's part of a row is too
+    /// short for the processor to foresee.
     #[inline(always)]
-    unsafe fn prefetch(&self, base: usize, count: usize) {
+    unsafe fn prefetch(&self, base: usize, part: usize) {
         let geometry = &self.call.geometry;
         let size = size_of::<D::Value>();
         if (geometry.key + geometry.value) * size > PREFETCHED_BYTES {
@@ -231,7 +238,8 @@ where
         }
         let key = self.kv_head * geometry.key;
         let value = geometry.values_from + self.kv_head * geometry.value;
-        for position in base..base + count {
+        let first = base + TILE / PARTS * part;
+        for position in first..(first + TILE / PARTS).min(self.last + 1) {
             let row = self.kv_row(position);
             for (from, length) in [(key, geometry.key), (value, geometry.value)] {
                 let start = row.wrapping_add(from).cast::<u8>();
@@ -243,7 +251,7 @@ where
         }
     }
 
-    /// Packs queries, empties folds and output.
+    /// Packs queries and empties folds.
     #[inline(always)]
     unsafe fn prepare(&self, joined: *mut f32) {
         let geometry = &self.call.geometry;
@@ -254,20 +262,26 @@ where
             for (place, packed) in range.clone().enumerate() {
                 let row = self.row_from + packed / self.heads;
                 let head = self.head_from + packed % self.heads;
-                let mut q = self.call.q.head(row, head).as_ptr();
+                let mut q = self.call.q.head(row, head);
                 // SAFETY: the scratch has room for a joined query and for the cells of all rows.
                 unsafe {
+                    let mut to = self.queries.add(range.start * lines + place);
                     if let Some(rope) = self.call.q_rope {
-                        let (latent, rope) = (self.call.q.head(row, head), rope.head(row, head));
-                        joined.copy_from_nonoverlapping(latent.as_ptr(), latent.len());
-                        joined
-                            .add(latent.len())
-                            .copy_from_nonoverlapping(rope.as_ptr(), rope.len());
-                        q = joined;
+                        let rope = rope.head(row, head);
+                        if q.len().is_multiple_of(D::K) {
+                            let (all, own) = (range.len(), q.len());
+                            pack_row::<D>(Activation::PerToken, q.as_ptr(), own, to, all);
+                            to = to.add(own / D::K * all);
+                            q = rope;
+                        } else {
+                            joined.copy_from_nonoverlapping(q.as_ptr(), q.len());
+                            joined
+                                .add(q.len())
+                                .copy_from_nonoverlapping(rope.as_ptr(), rope.len());
+                            q = std::slice::from_raw_parts(joined, geometry.key);
+                        }
                     }
-                    let to = self.queries.add(range.start * lines + place);
-                    pack_row::<D>(Activation::PerToken, q, geometry.key, to, range.len());
-                    self.out(packed).write_bytes(0, geometry.value);
+                    pack_row::<D>(Activation::PerToken, q.as_ptr(), q.len(), to, range.len());
                 }
             }
             for row in 0..ROWS {
@@ -296,66 +310,88 @@ where
             unsafe {
                 let to = self.keys.add(panel * lines);
                 let whole = geometry.key / D::K;
-                D::columns(rows.map(|row| row.cast()), whole, to);
+                D::key_columns(rows.map(|row| row.cast()), whole, to);
                 if whole < lines {
                     // Only pairs leave a rest, of one value.
-                    let rest = rows.map(|row| row.add(whole * D::K).read_unaligned().bits());
+                    let mut rest = rows.map(|row| row.add(whole * D::K).read_unaligned().bits());
+                    D::Value::clean(&mut rest);
                     to.add(whole).write(rest);
                 }
-                let mut most = [0; PANEL];
-                for line in std::slice::from_raw_parts_mut(to, lines) {
-                    *line = D::Value::clean(*line, &mut most);
-                }
+                self.prefetch(base + TILE, panel);
             }
         }
     }
 
-    /// Panels of sixteen values by a line per K positions, zeros behind `count`; whether all values are finite.
+    /// Whether all values of some positions are finite.
     #[inline(always)]
-    unsafe fn pack_values(&self, base: usize, count: usize) -> bool {
+    unsafe fn all_finite(&self, base: usize, count: usize) -> bool {
+        let geometry = &self.call.geometry;
+        let from = geometry.values_from + self.kv_head * geometry.value;
+        let mut all = true;
+        for position in base..base + count {
+            let row = self.kv_row(position).wrapping_add(from);
+            if row.is_aligned() {
+                // SAFETY: every row has all values.
+                all &= D::Value::all_finite(unsafe {
+                    std::slice::from_raw_parts(row, geometry.value)
+                });
+            } else {
+                for i in 0..geometry.value {
+                    // SAFETY: as above.
+                    all &= D::Value::all_finite(&[unsafe { row.add(i).read_unaligned() }]);
+                }
+            }
+        }
+        all
+    }
+
+    /// Panels of sixteen values by a line per K positions, zeros behind `count`.
+    #[inline(always)]
+    unsafe fn pack_values(&self, base: usize, count: usize) {
         let geometry = &self.call.geometry;
         let lines = TILE / D::K;
-        let used = count.div_ceil(D::K);
+        let part_lines = lines / (SCORE_PART - VALUE_PART);
         let from = geometry.values_from + self.kv_head * geometry.value;
-        let mut most = [0; PANEL];
         let whole = geometry.value / PANEL;
-        for line in 0..used {
+        let panels = geometry.value.div_ceil(PANEL);
+        for line in 0..count.div_ceil(D::K) {
             let position = base + line * D::K;
+            let paired = D::K == 1 || line * D::K + 1 < count;
             let first = self.kv_row(position).wrapping_add(from);
-            let paired = D::K == 2 && line * D::K + 1 < count;
-            let second = if paired {
+            let second = if D::K == 2 && paired {
                 self.kv_row(position + 1).wrapping_add(from)
             } else {
                 first
             };
             // SAFETY: both rows have all values; the panels have room for their lines.
             unsafe {
+                if line % part_lines == 0 {
+                    self.prefetch(base + TILE, VALUE_PART + line / part_lines);
+                }
+                let to = self.values.add(line);
                 for panel in 0..whole {
                     let column = panel * PANEL;
-                    let lower = first
-                        .add(column)
-                        .cast::<[D::Value; PANEL]>()
-                        .read_unaligned();
-                    let upper = second
-                        .add(column)
-                        .cast::<[D::Value; PANEL]>()
-                        .read_unaligned();
-                    let to = self.values.add(panel * lines + line);
-                    to.write(D::Value::clean(cells(&lower, &upper, paired), &mut most));
+                    let to = to.add(panel * lines);
+                    D::Value::line::<D::S>(first.add(column), second.add(column), to);
                 }
-                if whole * PANEL < geometry.value {
-                    let (mut lower, mut upper) =
-                        ([D::Value::default(); PANEL], [D::Value::default(); PANEL]);
-                    for (i, column) in (whole * PANEL..geometry.value).enumerate() {
-                        lower[i] = first.add(column).read_unaligned();
-                        upper[i] = second.add(column).read_unaligned();
+                if whole < panels {
+                    let mut cells = [0; PANEL];
+                    for (cell, column) in cells.iter_mut().zip(whole * PANEL..geometry.value) {
+                        let lower = first.add(column).read_unaligned();
+                        let upper = second.add(column).read_unaligned();
+                        *cell = D::Value::pair(lower, upper, u32::MAX);
                     }
-                    let to = self.values.add(whole * lines + line);
-                    to.write(D::Value::clean(cells(&lower, &upper, paired), &mut most));
+                    D::Value::clean(&mut cells);
+                    to.add(whole * lines).write(cells);
+                }
+                if !paired {
+                    for panel in 0..panels {
+                        let line = &mut *to.add(panel * lines);
+                        line.iter_mut().for_each(|cell| *cell &= 0xffff);
+                    }
                 }
             }
         }
-        D::Value::all_finite(&most)
     }
 
     /// Folds the tile of positions `base .. base + count` into a tile of packed rows.
@@ -367,6 +403,7 @@ where
         base: usize,
         count: usize,
         together: bool,
+        room: &mut Room<D>,
     ) {
         let mut visible = [0; ROWS];
         for (visible, packed) in visible.iter_mut().zip(range.clone()) {
@@ -378,13 +415,17 @@ where
         }
         // SAFETY: the caller's duty.
         unsafe {
-            let mut scores = [[0.0f32; TILE]; ROWS];
-            self.scores(range.clone(), &visible, most, &mut scores);
+            self.scores(range.clone(), base, most, room);
             let folds = self.folds.add(tile * 2 * ROWS);
-            let mut p = [[D::Value::default(); TILE]; ROWS];
-            let fold = fold::<D>(&scores[..range.len()], &visible, folds, &mut p);
+            let scale = self.call.geometry.scale;
+            let fold = if most > TILE - PANEL {
+                fold::<D>(range.len(), &visible, TILE, scale, folds, room)
+            } else {
+                let used = most.next_multiple_of(PANEL);
+                fold::<D>(range.len(), &visible, used, scale, folds, room)
+            };
             if together {
-                self.add_values(range, &visible, most, &p, &fold);
+                self.add_values(range, base, &visible, most, &room.p, &fold);
                 return;
             }
             for (place, packed) in range.enumerate() {
@@ -395,8 +436,8 @@ where
                         take: [fold.take[place]; ROWS],
                     };
                     let visible = [visible[place]; ROWS];
-                    let p = &p[place..=place];
-                    self.add_values(packed..packed + 1, &visible, visible[0], p, &alone);
+                    let p = &room.p[place..=place];
+                    self.add_values(packed..packed + 1, base, &visible, visible[0], p, &alone);
                 }
             }
             // Others may come after this tile of rows.
@@ -404,51 +445,33 @@ where
         }
     }
 
-    /// Scaled scores of visible positions, −∞ behind them.
+    /// Products of a tile of rows with the panels of keys before `most`.
     #[inline(always)]
-    unsafe fn scores(
-        &self,
-        range: Range<usize>,
-        visible: &[usize; ROWS],
-        most: usize,
-        scores: &mut [[f32; TILE]; ROWS],
-    ) {
+    unsafe fn scores(&self, range: Range<usize>, base: usize, most: usize, room: &mut Room<D>) {
         let lines = self.key_lines();
-        let scale = self.call.geometry.scale;
-        let mut sums = [[0u32; PANEL]; ROWS];
-        for panel in 0..KEY_PANELS {
-            let column = panel * PANEL;
-            if column < most {
+        let first_rows = range.start == 0;
+        for (panel, sums) in room.scores.iter_mut().enumerate() {
+            if panel * PANEL < most {
                 // SAFETY: queries and this panel of keys are packed.
                 unsafe {
                     let cells = self.queries.add(range.start * lines);
                     let keys = self.keys.add(panel * lines).cast();
                     any_rows::<D>(range.len(), cells, keys, lines, sums.as_mut_ptr());
-                }
-            }
-            for row in 0..range.len() {
-                let scores = &mut scores[row][column..column + PANEL];
-                for place in (0..PANEL).step_by(D::S::LANES) {
-                    // SAFETY: whole vectors of a panel.
-                    unsafe {
-                        let sums = D::S::load(sums[row].as_ptr().cast::<f32>().add(place));
-                        let scaled = D::S::mul(sums, D::S::splat(scale));
-                        D::S::store(scores.as_mut_ptr().add(place), scaled);
+                    if first_rows && panel < 2 {
+                        self.prefetch(base + TILE, SCORE_PART + panel);
                     }
-                }
-                let seen = visible[row].saturating_sub(column);
-                if seen < PANEL {
-                    scores[seen..].fill(f32::NEG_INFINITY);
                 }
             }
         }
     }
 
-    /// out ← out · keep + (Σ_j p_j v_j) · take for rows that see something.
+    /// out ← out · keep + (Σ_j p_j v_j) · take for rows that see something. In the first tile, which all rows see, out counts
+    /// as 0.
     #[inline(always)]
     unsafe fn add_values(
         &self,
         range: Range<usize>,
+        base: usize,
         visible: &[usize; ROWS],
         most: usize,
         p: &[[D::Value; TILE]],
@@ -457,6 +480,7 @@ where
         let geometry = &self.call.geometry;
         let (lines, used) = (TILE / D::K, most.div_ceil(D::K));
         let rows = range.len();
+        let first_rows = range.start == 0;
         let mut outs = [std::ptr::null_mut(); ROWS];
         for (out, packed) in outs.iter_mut().zip(range) {
             *out = self.out(packed);
@@ -471,6 +495,9 @@ where
             for panel in 0..geometry.value.div_ceil(PANEL) {
                 let values = self.values.add(panel * lines).cast();
                 any_rows::<D>(rows, cells, values, used, sums.as_mut_ptr());
+                if first_rows && panel < 2 {
+                    self.prefetch(base + TILE, SUM_PART + panel);
+                }
                 let column = panel * PANEL;
                 let width = PANEL.min(geometry.value - column);
                 for row in 0..rows {
@@ -481,7 +508,11 @@ where
                     let (keep, take) = (fold.keep[row], fold.take[row]);
                     if width == PANEL {
                         let out = out.cast::<[f32; PANEL]>();
-                        let mut sum = out.read_unaligned();
+                        let mut sum = if base == 0 {
+                            [0.0; PANEL]
+                        } else {
+                            out.read_unaligned()
+                        };
                         for (out, add) in sum.iter_mut().zip(&sums[row]) {
                             *out = *out * keep + f32::from_bits(*add) * take;
                         }
@@ -489,7 +520,8 @@ where
                     } else {
                         for (i, add) in sums[row].iter().enumerate().take(width) {
                             let out = out.add(i);
-                            out.write(out.read() * keep + f32::from_bits(*add) * take);
+                            let before = if base == 0 { 0.0 } else { out.read() };
+                            out.write(before * keep + f32::from_bits(*add) * take);
                         }
                     }
                 }
@@ -525,27 +557,35 @@ struct Fold {
     take: [f32; ROWS],
 }
 
-/// A line of the values of one position, or of two.
-#[inline(always)]
-fn cells<V: KvValue>(lower: &[V; PANEL], upper: &[V; PANEL], paired: bool) -> [u32; PANEL] {
-    let mask = if paired { u32::MAX } else { 0 };
-    let mut cells = [0; PANEL];
-    for i in 0..PANEL {
-        cells[i] = V::pair(lower[i], upper[i], mask);
-    }
-    cells
+/// A tile's scores and probabilities.
+struct Room<D: Dot> {
+    /// By panel of positions and row.
+    scores: [[[u32; PANEL]; ROWS]; KEY_PANELS],
+    p: [[D::Value; TILE]; ROWS],
 }
 
-/// Turns rows of scores into probabilities relative to the largest of the tile, and folds m and l of all rows.
+impl<D: Dot> Room<D> {
+    fn new() -> Self {
+        Self {
+            scores: [[[0; PANEL]; ROWS]; KEY_PANELS],
+            p: [[D::Value::default(); TILE]; ROWS],
+        }
+    }
+}
+
+/// Scales the first `used` scores of some rows, whole panels, and turns them into probabilities relative to the largest
+/// of the tile, 0 behind what a row sees. Folds m and l of all rows.
 ///
 /// # Safety
-/// `folds` holds m and l of sixteen rows, and there are at most as many.
+/// `folds` holds m and l of sixteen rows, and there are at most as many; no row sees more than `used` positions.
 #[inline(always)]
 unsafe fn fold<D: Dot>(
-    scores: &[[f32; TILE]],
+    rows: usize,
     visible: &[usize; ROWS],
+    used: usize,
+    scale: f32,
     folds: *mut f32,
-    p: &mut [[D::Value; TILE]; ROWS],
+    room: &mut Room<D>,
 ) -> Fold
 where
     D::Value: KvValue,
@@ -558,17 +598,36 @@ where
     };
     // SAFETY: whole vectors of a tile's scores and of sixteen rows.
     unsafe {
-        for (row, scores) in scores.iter().enumerate() {
+        let scale = D::S::splat(scale);
+        for row in 0..rows {
             if visible[row] == 0 {
                 continue;
             }
-            tile_m[row] = largest::<D::S>(scores.as_ptr(), TILE);
+            let mut scores = [D::S::splat(f32::NEG_INFINITY); TILE / 4];
+            let vectors = used / D::S::LANES;
+            let mut most = scores[0];
+            for (i, score) in scores.iter_mut().enumerate().take(vectors) {
+                let place = i * D::S::LANES;
+                let sums = &raw const room.scores[place / PANEL][row][place % PANEL];
+                let mut v = D::S::mul(D::S::load(sums.cast()), scale);
+                let seen = visible[row].saturating_sub(place);
+                if seen < D::S::LANES {
+                    let mut lanes = [0.0; PANEL];
+                    D::S::store(lanes.as_mut_ptr(), v);
+                    lanes[seen..].fill(f32::NEG_INFINITY);
+                    v = D::S::load(lanes.as_ptr());
+                }
+                most = D::S::larger(v, most);
+                *score = v;
+            }
+            tile_m[row] = D::S::largest_lane(most);
             let m = D::S::splat(tile_m[row]);
             let mut parts = [D::S::splat(0.0); 4];
-            for place in (0..TILE).step_by(D::S::LANES) {
-                let v = exp::<D::S>(D::S::sub(D::S::load(scores.as_ptr().add(place)), m));
-                let v = D::Value::put::<D::S>(v, p[row].as_mut_ptr().add(place));
-                let part = &mut parts[place / D::S::LANES % D::S::PARTS];
+            let p = room.p[row].as_mut_ptr();
+            for (i, score) in scores.iter().enumerate().take(vectors) {
+                let v = exp::<D::S>(D::S::sub(*score, m));
+                let v = D::Value::put::<D::S>(v, p.add(i * D::S::LANES));
+                let part = &mut parts[i % D::S::PARTS];
                 *part = D::S::add(*part, v);
             }
             tile_l[row] = D::S::add_lanes(D::S::fold_parts(parts));

@@ -1,11 +1,10 @@
 //! KV elements as tiles of attention need them.
 
-use crate::panels::{RowValue, SMALLEST};
+use crate::panels::{RowValue, SMALLEST, SMALLEST_BITS, clean_pairs};
 use crate::simd::Simd;
 use crate::weight::PANEL;
 
 /// All ones in not-a-number and infinity.
-const F32_EXPONENT: u32 = 0x7f80_0000;
 const BF16_EXPONENT: u16 = 0x7f80;
 
 /// A stored KV element.
@@ -16,12 +15,17 @@ pub(super) trait KvValue: RowValue {
     /// A line's cell; the upper half, if there is one, is masked.
     fn pair(lower: Self, upper: Self, mask: u32) -> u32;
 
-    /// A packed line with small bf16 as zero. `most` collects each place's largest exponent, for
-    /// [`KvValue::all_finite`].
-    fn clean(line: [u32; PANEL], most: &mut [u32; PANEL]) -> [u32; PANEL];
+    /// Small bf16 of a packed line become zero.
+    fn clean(line: &mut [u32; PANEL]);
 
-    /// Whether all values of the lines behind `most`, zeros before the first, are finite.
-    fn all_finite(most: &[u32; PANEL]) -> bool;
+    /// Writes a cleaned line of sixteen values of one position, or of two.
+    ///
+    /// # Safety
+    /// The processor has the instruction set, both rows have sixteen values, and `to` is writable.
+    unsafe fn line<S: Simd>(lower: *const Self, upper: *const Self, to: *mut [u32; PANEL]);
+
+    /// Whether all values are finite.
+    fn all_finite(values: &[Self]) -> bool;
 
     /// Stores probabilities and returns them as stored.
     ///
@@ -42,16 +46,22 @@ impl KvValue for f32 {
     }
 
     #[inline(always)]
-    fn clean(line: [u32; PANEL], most: &mut [u32; PANEL]) -> [u32; PANEL] {
-        for (most, cell) in most.iter_mut().zip(line) {
-            *most = (*most).max(cell & F32_EXPONENT);
+    fn clean(_line: &mut [u32; PANEL]) {}
+
+    #[inline(always)]
+    unsafe fn line<S: Simd>(lower: *const f32, _upper: *const f32, to: *mut [u32; PANEL]) {
+        for place in (0..PANEL).step_by(S::LANES) {
+            // SAFETY: the caller's duty.
+            unsafe { S::store(to.cast::<f32>().add(place), S::load(lower.add(place))) };
         }
-        line
     }
 
     #[inline(always)]
-    fn all_finite(most: &[u32; PANEL]) -> bool {
-        most.iter().all(|most| *most < F32_EXPONENT)
+    fn all_finite(values: &[f32]) -> bool {
+        // Without an early end the loop is one of vectors.
+        values
+            .iter()
+            .fold(true, |all, value| all & value.is_finite())
     }
 
     #[inline(always)]
@@ -74,30 +84,27 @@ impl KvValue for u16 {
     }
 
     #[inline(always)]
-    fn clean(mut line: [u32; PANEL], most: &mut [u32; PANEL]) -> [u32; PANEL] {
-        let smallest = (SMALLEST.to_bits() >> 16) as u16;
-        let values: &mut [u16; 2 * PANEL] = bytemuck::cast_mut(&mut line);
-        let most: &mut [u16; 2 * PANEL] = bytemuck::cast_mut(most);
-        for (most, value) in most.iter_mut().zip(values) {
-            let exponent = *value & BF16_EXPONENT;
-            *most = (*most).max(exponent);
-            *value = if exponent < smallest { 0 } else { *value };
-        }
-        line
+    fn clean(line: &mut [u32; PANEL]) {
+        clean_pairs(line);
     }
 
     #[inline(always)]
-    fn all_finite(most: &[u32; PANEL]) -> bool {
-        let most: &[u16; 2 * PANEL] = bytemuck::cast_ref(most);
-        most.iter().all(|most| *most < BF16_EXPONENT)
+    unsafe fn line<S: Simd>(lower: *const u16, upper: *const u16, to: *mut [u32; PANEL]) {
+        // SAFETY: the caller's duty.
+        unsafe { S::pair_bf16(lower, upper, SMALLEST_BITS, to.cast()) };
+    }
+
+    #[inline(always)]
+    fn all_finite(values: &[u16]) -> bool {
+        let most = values
+            .iter()
+            .fold(0, |most, value| most.max(value & BF16_EXPONENT));
+        most < BF16_EXPONENT
     }
 
     #[inline(always)]
     unsafe fn put<S: Simd>(v: S::V, to: *mut u16) -> S::V {
         // SAFETY: the caller's duty.
-        unsafe {
-            S::store_bf16(to, S::without_small(v, SMALLEST));
-            S::load_bf16(to)
-        }
+        unsafe { S::put_bf16(to, S::without_small(v, SMALLEST)) }
     }
 }

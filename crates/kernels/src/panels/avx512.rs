@@ -3,7 +3,8 @@
 use std::arch::x86_64::*;
 
 use super::dot::{Dot, Level};
-use crate::simd::Avx512Level;
+use super::pack::SMALLEST_BITS;
+use crate::simd::{Avx512Level, without_small_bf16};
 
 /// From so many rows on lines are asked for so far ahead.
 const AHEAD_ROWS: usize = 9;
@@ -129,12 +130,12 @@ unsafe fn tile<T: Step, const R: usize, const CHAINS: usize>(
     }
 }
 
-/// `to[i][j]` = cell i of column j.
+/// `to[i][j]` = cell i of column j; with `CLEAN` bf16 of small magnitude become zero.
 ///
 /// # Safety
 /// Every column has `count` cells of four bytes, `to` room for as many lines.
 #[inline(always)]
-unsafe fn transpose(columns: [*const u8; 16], count: usize, to: *mut [u32; 16]) {
+unsafe fn transpose<const CLEAN: bool>(columns: [*const u8; 16], count: usize, to: *mut [u32; 16]) {
     let whole = count / 16 * 16;
     // SAFETY: the caller's duty; masked loads do not touch what the mask excludes.
     unsafe {
@@ -143,6 +144,9 @@ unsafe fn transpose(columns: [*const u8; 16], count: usize, to: *mut [u32; 16]) 
             let mut rows = [_mm512_setzero_si512(); 16];
             for i in 0..16 {
                 rows[i] = _mm512_loadu_si512(columns[i].add(start * 4).cast());
+                if CLEAN {
+                    rows[i] = without_small_bf16(rows[i], SMALLEST_BITS);
+                }
             }
             for (line, v) in transposed(rows).into_iter().enumerate() {
                 _mm512_storeu_si512(to.add(start + line).cast(), v);
@@ -150,8 +154,13 @@ unsafe fn transpose(columns: [*const u8; 16], count: usize, to: *mut [u32; 16]) 
         }
         if whole < count {
             let mask = (1u16 << (count - whole)) - 1;
-            let rows =
-                columns.map(|column| _mm512_maskz_loadu_epi32(mask, column.add(whole * 4).cast()));
+            let mut rows = [_mm512_setzero_si512(); 16];
+            for i in 0..16 {
+                rows[i] = _mm512_maskz_loadu_epi32(mask, columns[i].add(whole * 4).cast());
+                if CLEAN {
+                    rows[i] = without_small_bf16(rows[i], SMALLEST_BITS);
+                }
+            }
             let lines = transposed(rows);
             for (line, v) in lines.into_iter().enumerate().take(count - whole) {
                 _mm512_storeu_si512(to.add(whole + line).cast(), v);
@@ -228,7 +237,7 @@ macro_rules! dot {
                 unsafe {
                     if rows == 16 {
                         let rows = std::array::from_fn(|row| values.add(row * stride).cast());
-                        transpose(rows, lines, to.cast());
+                        transpose::<false>(rows, lines, to.cast());
                         return;
                     }
                     for row in 0..rows {
@@ -244,7 +253,19 @@ macro_rules! dot {
             #[inline(always)]
             unsafe fn columns(columns: [*const u8; 16], count: usize, to: *mut [u32; 16]) {
                 // SAFETY: the caller's duty.
-                unsafe { transpose(columns, count, to) }
+                unsafe { transpose::<false>(columns, count, to) }
+            }
+
+            #[inline(always)]
+            unsafe fn key_columns(columns: [*const u8; 16], count: usize, to: *mut [u32; 16]) {
+                // SAFETY: the caller's duty.
+                unsafe {
+                    if $k == 2 {
+                        transpose::<true>(columns, count, to);
+                    } else {
+                        transpose::<false>(columns, count, to);
+                    }
+                }
             }
 
             #[inline(always)]

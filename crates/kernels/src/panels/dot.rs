@@ -1,5 +1,6 @@
 //! Kinds of dot products and the instruction sets that compute them.
 
+use super::pack::SMALLEST_BITS;
 use crate::simd::Simd;
 
 /// An instruction set's three kinds of dot products.
@@ -62,6 +63,20 @@ pub(crate) trait Dot: 'static {
         }
     }
 
+    /// [`Dot::columns`] of bf16 in pairs with small magnitudes as zero; of other values as they are.
+    #[inline(always)]
+    unsafe fn key_columns(columns: [*const u8; 16], count: usize, to: *mut [u32; 16]) {
+        // SAFETY: the caller's duty.
+        unsafe {
+            Self::columns(columns, count, to);
+            if Self::K == 2 {
+                for line in std::slice::from_raw_parts_mut(to, count) {
+                    clean_pairs(line);
+                }
+            }
+        }
+    }
+
     /// Sums of `R` rows by one panel over `count` lines into `out[row]`, as the bits of i32 or f32. Cell (line, row)
     /// lies at `x[line * R + row]`.
     unsafe fn tile<const R: usize>(
@@ -70,6 +85,19 @@ pub(crate) trait Dot: 'static {
         count: usize,
         out: *mut [u32; 16],
     );
+}
+
+/// Magnitudes of bf16 below [`SMALLEST`] become zero.
+#[inline(always)]
+pub(crate) fn clean_pairs(line: &mut [u32; 16]) {
+    let values: &mut [u16; 32] = bytemuck::cast_mut(line);
+    for value in values {
+        *value = if *value & 0x7fff < SMALLEST_BITS {
+            0
+        } else {
+            *value
+        };
+    }
 }
 
 /// Defines `unsafe fn name(isa, args)`, which runs the kernel generic over [`Level`] compiled for that instruction set.

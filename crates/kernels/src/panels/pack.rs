@@ -12,6 +12,9 @@ use crate::{Activation, Isa, KernelError};
 /// subnormal and instruction sets that flush subnormals give the same bits as those that do not.
 pub(crate) const SMALLEST: f32 = f32::from_bits((127 - 56) << 23);
 
+/// The same as bf16.
+pub(crate) const SMALLEST_BITS: u16 = (127 - 56) << 7;
+
 /// The smallest magnitude a row's scale is made from; a row of zeros has a scale too.
 const SMALLEST_ROW: f32 = 1e-10;
 
@@ -25,6 +28,27 @@ pub(crate) struct RowState {
     pub(crate) scale: f32,
     /// Part of the integer sums that comes from the 128 added to stored weights.
     pub(crate) excess: i32,
+}
+
+impl RowState {
+    /// From the sum of integers that are in no lane, and the sums by lanes.
+    ///
+    /// # Safety
+    /// The processor has the instruction set.
+    #[inline(always)]
+    unsafe fn new<S: Simd>(steps: Steps, mut sum: i32, sums: S::V) -> Self {
+        // Every lane is a whole number below 2^24 in magnitude, for any k below 2^21.
+        let mut lanes = [0.0f32; LANES];
+        // SAFETY: a vector has at most sixteen lanes.
+        unsafe { S::store(lanes.as_mut_ptr(), sums) };
+        for lane in lanes {
+            sum = sum.wrapping_add(lane as i32);
+        }
+        Self {
+            scale: steps.scale,
+            excess: sum.wrapping_mul(128),
+        }
+    }
 }
 
 /// How values of a row are quantised; nothing for other kinds.
@@ -143,7 +167,7 @@ impl Value for u16 {
             // SAFETY: as above.
             unsafe {
                 let v = load_padded::<S>(x, place, count, 0.0);
-                S::store_bf16(to.as_mut_ptr().add(place), S::without_small(v, SMALLEST));
+                S::put_bf16(to.as_mut_ptr().add(place), S::without_small(v, SMALLEST));
             }
         }
         0
@@ -235,15 +259,54 @@ where
                 to = to.wrapping_add(stride);
             }
         }
-        // Every lane is a whole number below 2^24 in magnitude, for any k below 2^21.
-        let mut lanes = [0.0f32; LANES];
-        D::S::store(lanes.as_mut_ptr(), sums);
-        for lane in lanes {
-            sum = sum.wrapping_add(lane as i32);
+        RowState::new::<D::S>(steps, sum, sums)
+    }
+}
+
+/// Packs the rows of a tile, at most sixteen, into cells `to[line · rows + row]`, zeros behind the end.
+///
+/// # Safety
+/// The processor has the instruction set, every row has `length` values, and `to` room for all cells.
+#[inline(always)]
+pub(crate) unsafe fn pack_tile<D: Dot>(
+    activation: Activation,
+    rows: &[*const f32],
+    length: usize,
+    to: *mut D::Cell,
+    states: &mut [RowState; LANES],
+) where
+    D::Value: Value,
+{
+    let count = rows.len().min(LANES);
+    // SAFETY: the caller's duty.
+    unsafe {
+        let (mut steps, mut rests) = ([NO_STEPS; LANES], [0; LANES]);
+        let mut sums = [D::S::splat(0.0); LANES];
+        let mut values = [[D::Value::default(); CHUNK]; LANES];
+        for row in 0..count {
+            steps[row] = D::Value::steps::<D::S>(activation, rows[row], length);
         }
-        RowState {
-            scale: steps.scale,
-            excess: sum.wrapping_mul(128),
+        for start in (0..length).step_by(CHUNK) {
+            let part = CHUNK.min(length - start);
+            for row in 0..count {
+                let (x, to, sums) = (rows[row].add(start), &mut values[row], &mut sums[row]);
+                let rest = D::Value::chunk::<D::S>(steps[row], x, part, to, sums);
+                if part < CHUNK {
+                    rests[row] = rest;
+                    to[part..].fill(D::Value::default());
+                }
+            }
+            let to = to.add(start / D::K * count);
+            D::cells(
+                values.as_ptr().cast(),
+                CHUNK,
+                count,
+                part.div_ceil(D::K),
+                to,
+            );
+        }
+        for row in 0..count {
+            states[row] = RowState::new::<D::S>(steps[row], rests[row], sums[row]);
         }
     }
 }

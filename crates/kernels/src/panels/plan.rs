@@ -14,6 +14,8 @@ const TASK_NANOSECONDS: usize = 8_000;
 const TASK_BYTES: usize = 384 << 10;
 /// Values of x that are packed in one task.
 const PACK_VALUES: usize = 1 << 12;
+/// Rows of the smallest tiles that a single product of few rows is cut into, so that all threads pack.
+const SMALL_TILE_ROWS: usize = 8;
 /// With fewer values the calling thread packs them before the section begins: that is sooner done than a phase.
 pub(super) const SOLO_VALUES: usize = 1 << 12;
 
@@ -29,6 +31,8 @@ pub(super) struct Pack {
 pub(super) struct Plan {
     pub(super) parts: Vec<Part>,
     pub(super) packs: Vec<Pack>,
+    /// Threads that each get one stream of weights; 1 where weights are read more than once.
+    streams: usize,
     /// A rough time of all on one core.
     pub(super) nanoseconds: usize,
 }
@@ -52,12 +56,30 @@ pub(super) fn with_plan<'a, R>(
         .map(|index| nanoseconds(team.isa(), &job(index)))
         .sum();
     let share = share(team, plan.nanoseconds);
+    plan.streams = if team.is_worth(plan.nanoseconds) {
+        team.threads()
+    } else {
+        1
+    };
     for index in 0..count {
-        plan.add(team, shape, index, &job(index), share);
+        let job = job(index);
+        plan.add(team, shape, index, &job, share);
+        if job.rows > shape.rows {
+            plan.streams = 1;
+        }
     }
     let result = body(&plan);
     KEPT.set(plan);
     result
+}
+
+/// Tiles that the rows of one of `count` products are dealt out to.
+pub(super) fn tiles(team: &ThreadTeam, shape: Shape, count: usize, rows: usize) -> usize {
+    let least = rows.div_ceil(shape.rows);
+    if count > 1 {
+        return least;
+    }
+    least.max((rows / SMALL_TILE_ROWS).min(team.threads()))
 }
 
 /// The time a task should take.
@@ -70,6 +92,16 @@ fn share(team: &ThreadTeam, total: usize) -> usize {
 }
 
 impl Plan {
+    /// The part that is claimed as the `index`-th. Threads that claim in turn each read weights front to back.
+    pub(super) fn claimed(&self, index: usize) -> &Part {
+        let (stream, place) = (index % self.streams, index / self.streams);
+        let (each, more) = (
+            self.parts.len() / self.streams,
+            self.parts.len() % self.streams,
+        );
+        &self.parts[stream * each + stream.min(more) + place]
+    }
+
     fn add(&mut self, team: &ThreadTeam, shape: Shape, index: usize, job: &Job<'_>, share: usize) {
         if job.rows == 0 {
             return;
@@ -77,7 +109,7 @@ impl Plan {
         let isa = team.isa();
         let k = job.w.cols();
         let panels = job.w.rows().div_ceil(PANEL);
-        let tiles = job.rows.div_ceil(shape.rows);
+        let tiles = job.tiles;
         let tile_rows = job.rows.div_ceil(tiles);
         let tile_bytes = tile_rows * k.div_ceil(shape.k) * shape.cell;
         let blocks = (tiles * tile_bytes).div_ceil(TASK_BYTES).min(tiles);

@@ -3,12 +3,12 @@
 use std::ops::Range;
 
 use super::pack::RowState;
-use super::plan::{SOLO_VALUES, with_plan};
-use super::tile::{Job, Output, Packed, Shape, run_pack, run_part, run_shape};
+use super::plan::{SOLO_VALUES, tiles, with_plan};
+use super::tile::{Job, MAX_ROWS, Output, Packed, Shape, run_pack, run_part, run_shape};
 use crate::error::ensure_shape;
 use crate::scratch::with_scratch;
 use crate::weight::{Form, Weight};
-use crate::{Compute, HeadRows, KernelError, ThreadTeam, grouped_linear, linear};
+use crate::{Compute, HeadRows, KernelError, ThreadTeam, grouped_linear, linear, silu_mul_halves};
 
 /// y = x · wᵀ (+ bias) for x `[m, k]`, w `[n, k]`, y `[m, n]`; m follows from the lengths and may be 0.
 ///
@@ -38,6 +38,8 @@ pub fn product(team: &ThreadTeam, x: &[f32], w: &Weight, y: &mut [f32]) -> Resul
                 x_stride: k,
                 source: None,
                 rows: m,
+                tiles: 0,
+                gated: false,
                 w,
                 y: Output::Values(y.as_mut_ptr()),
                 y_stride: n,
@@ -69,6 +71,8 @@ pub fn product_accumulators(
         x_stride: w.cols(),
         source: None,
         rows: m,
+        tiles: 0,
+        gated: false,
         w,
         y: Output::Sums(sums.as_mut_ptr()),
         y_stride: w.rows(),
@@ -94,7 +98,7 @@ pub fn grouped_product(
         return Ok(());
     };
     let m = rows_of(first, x.len(), y.len())?;
-    grouped(team, x, None, m, groups, y)
+    grouped(team, x, None, false, m, groups, y)
 }
 
 /// [`grouped_product`] where row i of the groups is row `source[i]` of x `[tokens, k]`: tokens need not be copied
@@ -130,9 +134,58 @@ pub fn grouped_product_gathered(
             .flat_map(|&row| &x[row as usize * k..][..k])
             .copied()
             .collect();
-        return grouped(team, &gathered, None, source.len(), groups, y);
+        return grouped(team, &gathered, None, false, source.len(), groups, y);
     }
-    grouped(team, x, Some(source), source.len(), groups, y)
+    grouped(team, x, Some(source), false, source.len(), groups, y)
+}
+
+/// [`product`] of silu(gate) · up for rows `[gate | up]` of x `[m, 2 k]`, with the bits of [`crate::silu_mul_halves`] and
+/// [`product`] one after the other. `room` grows to hold the first's output for weights in f32 only.
+///
+/// # Errors
+/// As [`product`].
+pub fn product_gated(
+    team: &ThreadTeam,
+    x: &[f32],
+    w: &Weight,
+    room: &mut Vec<f32>,
+    y: &mut [f32],
+) -> Result<(), KernelError> {
+    let m = y.len() / w.rows();
+    grouped_product_gated(team, x, &[(w, 0..m)], room, y)
+}
+
+/// [`grouped_product`] of silu(gate) · up for rows `[gate | up]` of x `[m, 2 k]`; `room` as in [`product_gated`].
+///
+/// # Errors
+/// As [`grouped_product`].
+pub fn grouped_product_gated(
+    team: &ThreadTeam,
+    x: &[f32],
+    groups: &[(&Weight, Range<usize>)],
+    room: &mut Vec<f32>,
+    y: &mut [f32],
+) -> Result<(), KernelError> {
+    let Some((first, _)) = groups.first() else {
+        return Ok(());
+    };
+    let k = first.cols();
+    let m = x.len() / (2 * k);
+    ensure_shape!(
+        x.len() == m * 2 * k && y.len() == m * first.rows(),
+        "x of {} and y of {} values for a gated product with {first:?}",
+        x.len(),
+        y.len()
+    );
+    if let Form::Plain(_) = first.form() {
+        if room.len() < m * k {
+            room.resize(m * k, 0.0);
+        }
+        let gated = &mut room[..m * k];
+        silu_mul_halves(team, x, k, gated)?;
+        return grouped(team, gated, None, false, m, groups, y);
+    }
+    grouped(team, x, None, true, m, groups, y)
 }
 
 /// x and y are of whole rows, sources in range.
@@ -140,6 +193,7 @@ fn grouped(
     team: &ThreadTeam,
     x: &[f32],
     source: Option<&[u32]>,
+    gated: bool,
     m: usize,
     groups: &[(&Weight, Range<usize>)],
     y: &mut [f32],
@@ -175,15 +229,22 @@ fn grouped(
         return Ok(());
     }
     let (x, y) = (Shared(x.as_ptr()), Shared(y.as_mut_ptr()));
+    let stride = if gated { 2 * k } else { k };
     let job = |index: usize| {
         let (x, y) = (&x, &y);
         let (w, rows) = &groups[index];
-        let skip = if source.is_some() { 0 } else { rows.start * k };
+        let skip = if source.is_some() {
+            0
+        } else {
+            rows.start * stride
+        };
         Job {
             x: x.0.wrapping_add(skip),
-            x_stride: k,
+            x_stride: stride,
             source: source.map(|source| &source[rows.clone()]),
             rows: rows.len(),
+            tiles: 0,
+            gated,
             w,
             y: Output::Values(y.0.wrapping_add(rows.start * n)),
             y_stride: n,
@@ -240,6 +301,8 @@ pub fn per_head_product(
             x_stride: x.row_stride(),
             source: None,
             rows: x.rows(),
+            tiles: 0,
+            gated: false,
             w: &w[head],
             y: Output::Values(y.0.wrapping_add(head * n)),
             y_stride: heads * n,
@@ -300,6 +363,11 @@ unsafe fn run<'a>(
     let cell_values = rows * w.cols().div_ceil(shape.k) * shape.cell.div_ceil(4);
     let cell_values = cell_values.next_multiple_of(16);
     let state_values = rows * size_of::<RowState>() / 4;
+    let job = |index: usize| {
+        let mut job = job(index);
+        job.tiles = tiles(team, shape, count, job.rows);
+        job
+    };
     with_plan(team, shape, count, &job, |plan| {
         with_scratch(cell_values + state_values, |scratch| {
             let cells = scratch.as_mut_ptr();
@@ -309,11 +377,14 @@ unsafe fn run<'a>(
             };
             let pack = |index: usize| {
                 let pack = &plan.packs[index];
-                // SAFETY: the scratch has room for all rows, tasks pack disjoint ones; the rest is the caller's duty.
-                unsafe { run_pack(isa, &job(pack.job), pack.rows.0..pack.rows.1, packed) };
+                let (job, rows) = (job(pack.job), pack.rows.0..pack.rows.1);
+                with_scratch(if job.gated { MAX_ROWS * w.cols() } else { 0 }, |room| {
+                    // SAFETY: the scratch has room for all rows, tasks pack disjoint ones; the rest is the caller's duty.
+                    unsafe { run_pack(isa, &job, rows, packed, room.as_mut_ptr()) };
+                });
             };
             let compute = |index: usize| {
-                let part = &plan.parts[index];
+                let part = plan.claimed(index);
                 // SAFETY: all rows are packed by now, and parts are disjoint; the rest is the caller's duty.
                 unsafe { run_part(isa, &job(part.job), part, packed) };
             };

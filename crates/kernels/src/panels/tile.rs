@@ -3,12 +3,13 @@
 use std::ops::Range;
 
 use super::dot::{Dot, Level, panel_kernel};
-use super::pack::{RowState, Value, pack_row};
+use super::pack::{RowState, Value, pack_tile};
 use crate::Activation;
+use crate::rows::silu_mul_kernel;
 use crate::weight::{Form, Format, LINE, PANEL, Weight};
 
 /// The most rows of a tile of any kind and instruction set.
-const MAX_ROWS: usize = 16;
+pub(super) const MAX_ROWS: usize = 16;
 
 /// Bytes of the panels that tiles go along.
 const BLOCK_BYTES: usize = 192 << 10;
@@ -21,6 +22,10 @@ pub(crate) struct Job<'a> {
     /// Row i of the product is row `source[i]` of x; without it row i.
     pub(crate) source: Option<&'a [u32]>,
     pub(crate) rows: usize,
+    /// Tiles that the rows are dealt out to.
+    pub(crate) tiles: usize,
+    /// Whether rows of x are `[gate | up]` of 2 k values, and the product is with silu(gate) · up.
+    pub(crate) gated: bool,
     pub(crate) w: &'a Weight,
     pub(crate) y: Output,
     pub(crate) y_stride: usize,
@@ -75,7 +80,7 @@ panel_kernel! {
 }
 panel_kernel! {
     /// Packs some rows of a product.
-    pub(crate) fn run_pack = pack_rows(job: &Job<'_>, rows: Range<usize>, packed: Packed)
+    pub(crate) fn run_pack = pack_rows(job: &Job<'_>, rows: Range<usize>, packed: Packed, room: *mut f32)
 }
 panel_kernel! {
     /// Computes a part of a product from packed rows.
@@ -109,43 +114,62 @@ pub(crate) fn tile_rows(rows: usize, tiles: usize, tile: usize) -> Range<usize> 
 }
 
 /// # Safety
-/// The job's pointers are valid for its shape, `packed` has room for its rows, and no other thread packs these rows.
+/// The job's pointers are valid for its shape, `packed` has room for its rows, these are those of whole tiles, and no other
+/// thread packs them. For a gated product `room` has k values for each row of a tile.
 #[inline(always)]
-unsafe fn pack_rows<L: Level>(job: &Job<'_>, rows: Range<usize>, packed: Packed) {
+unsafe fn pack_rows<L: Level>(job: &Job<'_>, rows: Range<usize>, packed: Packed, room: *mut f32) {
     // SAFETY: the caller's duty.
     unsafe {
         match job.w.format() {
-            Format::Int8(activation) => pack_of::<L::Int8>(job, activation, rows, packed),
-            _ => pack_of::<L::Bf16>(job, Activation::PerToken, rows, packed),
+            Format::Int8(activation) => pack_of::<L::Int8>(job, activation, rows, packed, room),
+            _ => pack_of::<L::Bf16>(job, Activation::PerToken, rows, packed, room),
         }
     }
 }
 
 #[inline(always)]
-unsafe fn pack_of<D: Dot>(job: &Job<'_>, activation: Activation, rows: Range<usize>, packed: Packed)
-where
+unsafe fn pack_of<D: Dot>(
+    job: &Job<'_>,
+    activation: Activation,
+    rows: Range<usize>,
+    packed: Packed,
+    room: *mut f32,
+) where
     D::Value: Value,
 {
     let k = job.w.cols();
     let lines = k.div_ceil(D::K);
-    let count = job.rows.div_ceil(D::ROWS.min(MAX_ROWS));
-    for row in rows {
-        // The tile whose rows, by `tile_rows`, hold this one.
-        let tile = tile_rows(job.rows, count, ((row + 1) * count - 1) / job.rows);
-        let source = match job.source {
-            Some(source) => source[row] as usize,
-            None => row,
-        };
+    let count = job.tiles;
+    let mut start = rows.start;
+    while start < rows.end {
+        // The tile whose rows, by `tile_rows`, begin with this one.
+        let tile = tile_rows(job.rows, count, ((start + 1) * count - 1) / job.rows);
+        let (mut x, mut states) = (
+            [std::ptr::null(); MAX_ROWS],
+            [RowState::default(); MAX_ROWS],
+        );
         // SAFETY: the caller's duty; a tile's cells lie behind those of all rows before it.
         unsafe {
-            let cells = packed
-                .cells
-                .cast::<D::Cell>()
-                .add((job.first + tile.start) * lines + (row - tile.start));
-            let x = job.x.add(source * job.x_stride);
-            let state = pack_row::<D>(activation, x, k, cells, tile.len());
-            packed.states.add(job.first + row).write(state);
+            for (place, row) in tile.clone().enumerate() {
+                let source = match job.source {
+                    Some(source) => source[row] as usize,
+                    None => row,
+                };
+                x[place] = job.x.add(source * job.x_stride);
+                if job.gated {
+                    let room = room.add(place * k);
+                    silu_mul_kernel::<D::S>(x[place], x[place].add(k), room, k);
+                    x[place] = room;
+                }
+            }
+            let cells = packed.cells.cast::<D::Cell>();
+            let cells = cells.add((job.first + tile.start) * lines);
+            pack_tile::<D>(activation, &x[..tile.len()], k, cells, &mut states);
+            for (row, state) in tile.clone().zip(states) {
+                packed.states.add(job.first + row).write(state);
+            }
         }
+        start = tile.end;
     }
 }
 
@@ -168,13 +192,17 @@ unsafe fn part_of<D: Dot, const INTEGER: bool>(job: &Job<'_>, part: &Part, packe
         return;
     };
     let lines = job.w.cols().div_ceil(D::K);
-    let count = job.rows.div_ceil(D::ROWS.min(MAX_ROWS));
+    let count = job.tiles;
     let bytes = panels.bytes().as_ptr();
     let finish = Finish::new(job, bytes, lines);
     let mut sums = [[0u32; PANEL]; MAX_ROWS];
     // Some panels stay in the second-level cache while all tiles go by; a tile goes along them, so that its rows of y are
-    // written front to back.
-    let block = (BLOCK_BYTES / (lines * LINE)).max(1);
+    // written front to back. Tiles of few rows together take each panel while it is in the first-level cache.
+    let block = if count > 1 && job.rows <= D::ROWS {
+        1
+    } else {
+        (BLOCK_BYTES / (lines * LINE)).max(1)
+    };
     for start in (part.panels.0..part.panels.1).step_by(block) {
         for tile in part.tiles.0..part.tiles.1 {
             let rows = tile_rows(job.rows, count, tile);

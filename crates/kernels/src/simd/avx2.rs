@@ -103,6 +103,21 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn pair_bf16(lower: *const u16, upper: *const u16, smallest: u16, to: *mut u32) {
+        let limit = _mm256_set1_epi16(smallest.cast_signed());
+        let magnitude = _mm256_set1_epi16(0x7fff);
+        for half in 0..2 {
+            let lower = _mm_loadu_si128(lower.add(half * 8).cast());
+            let upper = _mm_loadu_si128(upper.add(half * 8).cast());
+            let first = _mm256_castsi128_si256(_mm_unpacklo_epi16(lower, upper));
+            let cells = _mm256_inserti128_si256::<1>(first, _mm_unpackhi_epi16(lower, upper));
+            let small = _mm256_cmpgt_epi16(limit, _mm256_and_si256(cells, magnitude));
+            let cells = _mm256_andnot_si256(small, cells);
+            _mm256_storeu_si256(to.add(half * 8).cast(), cells);
+        }
+    }
+
+    #[inline(always)]
     unsafe fn prefetch(address: *const u8) {
         _mm_prefetch::<_MM_HINT_T0>(address.cast())
     }

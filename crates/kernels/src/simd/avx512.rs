@@ -17,6 +17,20 @@ fn mask(count: usize) -> __mmask16 {
     (1u16 << (count & 15)) - 1
 }
 
+/// Zero where a bf16 has a magnitude below that of `smallest`, a power of two.
+///
+/// # Safety
+/// The processor has AVX-512.
+#[inline(always)]
+pub(crate) unsafe fn without_small_bf16(v: __m512i, smallest: u16) -> __m512i {
+    // SAFETY: the caller's duty. Doubling shifts the sign out.
+    unsafe {
+        let limit = _mm512_set1_epi16((smallest << 1).cast_signed());
+        let large = _mm512_cmpge_epu16_mask(_mm512_add_epi16(v, v), limit);
+        _mm512_maskz_mov_epi16(large, v)
+    }
+}
+
 // SAFETY: every function body needs what the trait's contract already demands: the instruction set, and pointers valid
 // for the values it names. Masked loads and stores do not touch what the mask excludes.
 #[expect(
@@ -90,6 +104,26 @@ impl<const BF16: bool> Simd for Avx512Level<BF16> {
     }
 
     #[inline(always)]
+    unsafe fn put_bf16(to: *mut u16, v: __m512) -> __m512 {
+        let bits = if BF16 {
+            std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(v))
+        } else {
+            Self::store_bf16(to, v);
+            _mm256_loadu_si256(to.cast())
+        };
+        _mm256_storeu_si256(to.cast(), bits);
+        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
+    }
+
+    #[inline(always)]
+    unsafe fn pair_bf16(lower: *const u16, upper: *const u16, smallest: u16, to: *mut u32) {
+        let lower = _mm512_cvtepu16_epi32(_mm256_loadu_si256(lower.cast()));
+        let upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256(upper.cast()));
+        let cells = _mm512_or_si512(lower, _mm512_slli_epi32::<16>(upper));
+        _mm512_storeu_si512(to.cast(), without_small_bf16(cells, smallest))
+    }
+
+    #[inline(always)]
     unsafe fn prefetch(address: *const u8) {
         _mm_prefetch::<_MM_HINT_T0>(address.cast())
     }
@@ -133,6 +167,16 @@ impl<const BF16: bool> Simd for Avx512Level<BF16> {
     unsafe fn power_of_two(n: __m512) -> __m512 {
         let biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
         _mm512_castsi512_ps(_mm512_slli_epi32::<23>(biased))
+    }
+
+    #[inline(always)]
+    unsafe fn times_power_of_two(p: __m512, n: __m512) -> __m512 {
+        _mm512_scalef_ps(p, n)
+    }
+
+    #[inline(always)]
+    unsafe fn largest_lane(v: __m512) -> f32 {
+        _mm512_reduce_max_ps(v)
     }
 
     #[inline(always)]

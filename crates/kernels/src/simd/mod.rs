@@ -13,7 +13,7 @@ mod portable;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
-pub(crate) use avx512::{Avx512, Avx512Bf16, Avx512Level};
+pub(crate) use avx512::{Avx512, Avx512Bf16, Avx512Level, without_small_bf16};
 pub(crate) use portable::Portable;
 
 use crate::reference::LANES as STEP;
@@ -54,6 +54,20 @@ pub(crate) trait Simd: Copy + 'static {
     /// The nearest bf16 (ties to even) of LANES values, as bits; NaN stays NaN.
     unsafe fn store_bf16(to: *mut u16, v: Self::V);
 
+    /// Stores the nearest bf16 (ties to even) of LANES values that are zero, no number, or no smaller than the smallest
+    /// normal number, and returns them as stored.
+    #[inline(always)]
+    unsafe fn put_bf16(to: *mut u16, v: Self::V) -> Self::V {
+        // SAFETY: the caller's duty.
+        unsafe {
+            Self::store_bf16(to, v);
+            Self::load_bf16(to)
+        }
+    }
+    /// Sixteen cells of one bf16 of `lower` below one of `upper`, magnitudes below that of `smallest`, a power of two, as
+    /// zero.
+    unsafe fn pair_bf16(lower: *const u16, upper: *const u16, smallest: u16, to: *mut u32);
+
     /// Asks for the cache line at an address, which need not be mapped.
     unsafe fn prefetch(address: *const u8);
 
@@ -69,6 +83,33 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn smaller(a: Self::V, b: Self::V) -> Self::V;
     /// 2^n for integers n in −126..=127; anything for NaN.
     unsafe fn power_of_two(n: Self::V) -> Self::V;
+    /// p · 2^n for |p| in 0.5 ..= 2 and integers n in −151 ..= 129, rounded once.
+    #[inline(always)]
+    unsafe fn times_power_of_two(p: Self::V, n: Self::V) -> Self::V {
+        use crate::math::ROUND_MAGIC;
+        // SAFETY: the caller's duty. Two factors reach the subnormals and infinity, where 2^n alone is no normal number.
+        unsafe {
+            let magic = Self::splat(ROUND_MAGIC);
+            let half = Self::mul(n, Self::splat(0.5));
+            let half = Self::sub(Self::add(half, magic), magic);
+            Self::mul(
+                Self::mul(p, Self::power_of_two(half)),
+                Self::power_of_two(Self::sub(n, half)),
+            )
+        }
+    }
+
+    /// The largest of the lanes, none of which is NaN.
+    #[inline(always)]
+    unsafe fn largest_lane(v: Self::V) -> f32 {
+        let mut lanes = [f32::NEG_INFINITY; STEP];
+        // SAFETY: a vector has at most sixteen lanes.
+        unsafe { Self::store(lanes.as_mut_ptr(), v) };
+        lanes.into_iter().fold(
+            f32::NEG_INFINITY,
+            |most, lane| if lane > most { lane } else { most },
+        )
+    }
 
     /// Brings sixteen lanes, held in PARTS vectors from the first lane on, down to one vector by the first levels of
     /// the tree; unused entries are ignored.
@@ -198,10 +239,6 @@ pub(crate) unsafe fn exp<S: Simd>(x: S::V) -> S::V {
         p = S::fma(p, r, S::splat(EXP_POLYNOMIAL[4]));
         p = S::fma(p, r, S::splat(EXP_POLYNOMIAL[5]));
         let p = S::add(S::fma(p, S::mul(r, r), r), S::splat(1.0));
-        let half = S::sub(S::add(S::mul(n, S::splat(0.5)), magic), magic);
-        S::mul(
-            S::mul(p, S::power_of_two(half)),
-            S::power_of_two(S::sub(n, half)),
-        )
+        S::times_power_of_two(p, n)
     }
 }

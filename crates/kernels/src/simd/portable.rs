@@ -96,6 +96,17 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    unsafe fn pair_bf16(lower: *const u16, upper: *const u16, smallest: u16, to: *mut u32) {
+        let lower = lower.cast::<[u16; 16]>().read_unaligned();
+        let upper = upper.cast::<[u16; 16]>().read_unaligned();
+        let large = |bits: u16| if bits & 0x7fff < smallest { 0 } else { bits };
+        for (place, (lower, upper)) in lower.into_iter().zip(upper).enumerate() {
+            let cell = u32::from(large(lower)) | (u32::from(large(upper)) << 16);
+            to.add(place).write_unaligned(cell);
+        }
+    }
+
+    #[inline(always)]
     unsafe fn prefetch(_address: *const u8) {}
 
     #[inline(always)]
