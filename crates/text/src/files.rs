@@ -14,6 +14,41 @@ pub struct ModelTexts {
     given: Option<BTreeMap<&'static str, String>>,
 }
 
+/// The path of a file of a model directory, after links: it must stay inside, or in the blobs beside it
+/// where the directory is a snapshot of the Hugging Face hub's cache, so that a model from a stranger
+/// cannot make the server read other files.
+///
+/// # Errors
+/// The file is absent ([`TextError::Read`]), or a link leads out of the directory
+/// ([`TextError::Invalid`]).
+pub fn inside(dir: &Path, name: &str) -> Result<PathBuf, TextError> {
+    let path = dir.join(name);
+    let io = |source| TextError::Read {
+        path: path.clone(),
+        source,
+    };
+    let real = std::fs::canonicalize(&path).map_err(io)?;
+    let root = std::fs::canonicalize(dir).map_err(io)?;
+    if real.starts_with(&root) {
+        return Ok(real);
+    }
+    let hub_blobs = root
+        .parent()
+        .filter(|parent| parent.file_name().is_some_and(|name| name == "snapshots"))
+        .and_then(Path::parent)
+        .map(|repository| repository.join("blobs"));
+    if hub_blobs.is_some_and(|blobs| real.starts_with(blobs)) {
+        return Ok(real);
+    }
+    Err(TextError::Invalid {
+        path,
+        message: format!(
+            "is a link out of the model directory, to {}",
+            real.display()
+        ),
+    })
+}
+
 impl ModelTexts {
     /// The files of a directory in Hugging Face layout.
     pub fn directory(dir: &Path) -> Self {
@@ -42,11 +77,19 @@ impl ModelTexts {
     /// A text; none if the model does not have it.
     ///
     /// # Errors
-    /// The file cannot be read, is no regular file, or is absurdly large.
+    /// The file cannot be read, is no regular file, lies outside of the directory, or is absurdly large.
     pub fn read(&self, name: &str) -> Result<Option<Vec<u8>>, TextError> {
-        let path = match &self.given {
-            Some(texts) => return Ok(texts.get(name).map(|text| text.clone().into_bytes())),
-            None => self.path.join(name),
+        if let Some(texts) = &self.given {
+            return Ok(texts.get(name).map(|text| text.clone().into_bytes()));
+        }
+        let path = match inside(&self.path, name) {
+            Ok(path) => path,
+            Err(TextError::Read { source, .. })
+                if source.kind() == std::io::ErrorKind::NotFound =>
+            {
+                return Ok(None);
+            }
+            Err(error) => return Err(error),
         };
         let failed = |source| TextError::Read {
             path: path.clone(),

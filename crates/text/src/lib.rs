@@ -12,7 +12,7 @@ mod tokenizer;
 
 pub use detokenize::IncrementalDetokenizer;
 pub use error::{TemplateError, TextError};
-pub use files::ModelTexts;
+pub use files::{ModelTexts, inside};
 pub use stop::{StopMatcher, StopStep};
 pub use template::{ChatTemplate, TemplateState};
 pub use tokenizer::Tokenizer;

@@ -3,6 +3,7 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
+use twinfer_text::TextError;
 
 const SUFFIX: &str = ".safetensors";
 const INDEX_SUFFIX: &str = ".safetensors.index.json";
@@ -149,36 +150,20 @@ impl WeightFiles {
     }
 }
 
-/// The path of a file of the model directory, after links: it must stay inside, so that a model from
-/// a stranger cannot make the engine read other files.
+/// As [`twinfer_text::inside`].
 ///
 /// # Errors
 /// The file is absent, or a link leads out of the directory.
 pub(crate) fn inside(dir: &Path, name: &str) -> Result<PathBuf, WeightsError> {
-    let path = dir.join(name);
-    let io = |source| WeightsError::Io {
-        path: path.clone(),
-        source,
-    };
-    let real = fs::canonicalize(&path).map_err(io)?;
-    let root = fs::canonicalize(dir).map_err(io)?;
-    if real.starts_with(&root) {
-        return Ok(real);
-    }
-    let hub_blobs = root
-        .parent()
-        .filter(|parent| parent.file_name().is_some_and(|name| name == "snapshots"))
-        .and_then(Path::parent)
-        .map(|repository| repository.join("blobs"));
-    if hub_blobs.is_some_and(|blobs| real.starts_with(blobs)) {
-        return Ok(real);
-    }
-    Err(WeightsError::File {
-        path,
-        reason: format!(
-            "is a link out of the model directory, to {}",
-            real.display()
-        ),
+    twinfer_text::inside(dir, name).map_err(|error| match error {
+        TextError::Read { path, source } => WeightsError::Io { path, source },
+        other => WeightsError::File {
+            path: dir.join(name),
+            reason: match other {
+                TextError::Invalid { message, .. } => message,
+                other => other.to_string(),
+            },
+        },
     })
 }
 
