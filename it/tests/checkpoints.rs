@@ -261,10 +261,7 @@ async fn pickled_weights_are_refused_unread() {
     for name in ["pytorch_model.bin", "model.pt", "consolidated.00.pth"] {
         let model = Checkpoint::golden(QWEN);
         let trap = model.file("trap");
-        let pickle = format!(
-            "cposix\nsystem\n(S'touch {}'\ntR.",
-            trap.display().to_string()
-        );
+        let pickle = format!("cposix\nsystem\n(S'touch {}'\ntR.", trap.display());
         fs::write(model.file(name), pickle).expect("written");
         // Beside weights that can be read it does not matter.
         let _ = answers(&model.serve(&[]).await).await;

@@ -32,7 +32,7 @@ impl Ways {
         let context = CONTEXT.to_string();
         let limit = ["--max-model-len", context.as_str()];
         let serve = async |further: &[&str]| {
-            let arguments = [&limit, further].concat();
+            let arguments = [limit.as_slice(), further].concat();
             let mut instance = Instance::serve(&demo_model(), &arguments, &[]);
             instance.ready().await;
             instance
