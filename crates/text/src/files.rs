@@ -82,7 +82,7 @@ impl ModelTexts {
         if let Some(texts) = &self.given {
             return Ok(texts.get(name).map(|text| text.clone().into_bytes()));
         }
-        let path = match inside(&self.path, name) {
+        let real = match inside(&self.path, name) {
             Ok(path) => path,
             Err(TextError::Read { source, .. })
                 if source.kind() == std::io::ErrorKind::NotFound =>
@@ -91,11 +91,12 @@ impl ModelTexts {
             }
             Err(error) => return Err(error),
         };
+        let path = self.path.join(name);
         let failed = |source| TextError::Read {
             path: path.clone(),
             source,
         };
-        let meta = match std::fs::metadata(&path) {
+        let meta = match std::fs::metadata(&real) {
             Ok(meta) => meta,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(failed(error)),
@@ -116,7 +117,7 @@ impl ModelTexts {
                 "the file has {size} bytes; allowed are {MAX_FILE_BYTES}"
             ));
         }
-        std::fs::read(&path).map(Some).map_err(failed)
+        std::fs::read(&real).map(Some).map_err(failed)
     }
 
     /// A text that must be there.
