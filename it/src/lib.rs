@@ -2,11 +2,13 @@
 //! client of its own, ends every process by its id.
 #![forbid(unsafe_code)]
 
+mod checkpoint;
 mod client;
 mod cluster;
 mod metrics;
 mod process;
 
+pub use checkpoint::{Checkpoint, Tensor, Tensors, refused, shard_name};
 pub use client::{Answer, Body, Client, Stream, chat_body, completion_body};
 pub use cluster::{Cluster, ClusterOptions, Instance};
 pub use metrics::Metrics;

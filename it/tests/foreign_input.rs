@@ -1,11 +1,13 @@
 //! Hostile and broken input at every port of real processes.
 
 use serde_json::{Value, json};
+use std::path::Path;
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use twinfer_it::{
-    Client, Cluster, ClusterOptions, Instance, Process, chat_body, completion_body, demo_model,
+    Checkpoint, Client, Cluster, ClusterOptions, Instance, Process, chat_body, completion_body,
+    demo_model,
 };
 
 const KEY: &str = "Bearer key-of-this-test";
@@ -25,79 +27,134 @@ async fn answers(client: &Client) {
     );
 }
 
-/// C9.9: token ids that the model does not have.
-#[tokio::test]
-async fn token_ids_out_of_range_are_refused_on_every_route_and_leg() {
-    let cluster = Cluster::start(&ClusterOptions::default()).await;
-    let mut both = Instance::serve(&demo_model(), &[], &[]);
-    both.ready().await;
-    let legs = [
-        ("both", both.client()),
-        ("router", cluster.client()),
-        (
-            "prefill",
-            cluster.prefill[0]
-                .client()
-                .with_header("authorization", KEY),
-        ),
-        (
-            "decode",
-            cluster.decode[0].client().with_header("authorization", KEY),
-        ),
-    ];
-    let bad = [
-        json!(-1),
-        json!(1536),
-        json!(1u64 << 31),
-        json!(1u64 << 63),
-        json!(2.5),
-        json!("7"),
-    ];
-    for (leg, client) in &legs {
-        for id in &bad {
-            let mut requests: Vec<(&str, Value)> = vec![
-                (
-                    "/v1/completions",
-                    json!({"model": "demo", "prompt": [10, id, 11], "max_tokens": 1}),
-                ),
-                (
-                    "/v1/completions",
-                    json!({"model": "demo", "prompt": [[10, id], [11]], "max_tokens": 1}),
-                ),
-                (
-                    "/v1/completions",
-                    json!({"model": "demo", "prompt": [10], "max_tokens": 1, "stop_token_ids": [id]}),
-                ),
-                (
-                    "/v1/completions",
-                    json!({"model": "demo", "prompt": [10], "max_tokens": 1, "allowed_token_ids": [id]}),
-                ),
-                ("/detokenize", json!({"model": "demo", "tokens": [10, id]})),
-            ];
-            if !id.is_string() {
-                requests.push(("/v1/completions", json!({"model": "demo", "prompt": [10], "max_tokens": 1, "logit_bias": {id.to_string(): 1}})));
-            }
-            for (path, mut body) in requests {
-                if *leg == "prefill" && path != "/detokenize" {
-                    body["kv_transfer_params"] = json!({"do_remote_decode": true});
+/// An instance of each kind behind its own port.
+struct Legs {
+    cluster: Cluster,
+    both: Instance,
+}
+
+impl Legs {
+    async fn of(model: &Path) -> Self {
+        let options = ClusterOptions {
+            model: model.to_owned(),
+            ..ClusterOptions::default()
+        };
+        let mut both = Instance::serve(model, &[], &[]);
+        both.ready().await;
+        Self {
+            cluster: Cluster::start(&options).await,
+            both,
+        }
+    }
+
+    fn clients(&self) -> [(&'static str, Client); 4] {
+        let with_key = |instance: &Instance| instance.client().with_header("authorization", KEY);
+        [
+            ("both", self.both.client()),
+            ("router", self.cluster.client()),
+            ("prefill", with_key(&self.cluster.prefill[0])),
+            ("decode", with_key(&self.cluster.decode[0])),
+        ]
+    }
+
+    /// Wherever an id may stand, on every route and leg: 400 with a message.
+    async fn refuse(&self, bad: &[Value]) {
+        for (leg, client) in &self.clients() {
+            for id in bad {
+                let mut requests: Vec<(&str, Value)> = vec![
+                    ("/v1/completions", json!({"prompt": [10, id, 11]})),
+                    ("/v1/completions", json!({"prompt": [[10, id], [11]]})),
+                    (
+                        "/v1/completions",
+                        json!({"prompt": [10], "stop_token_ids": [id]}),
+                    ),
+                    (
+                        "/v1/completions",
+                        json!({"prompt": [10], "allowed_token_ids": [id]}),
+                    ),
+                    ("/v1/completions", json!({"prompt": [id], "echo": true})),
+                    (
+                        "/v1/completions",
+                        json!({"prompt": [10, id], "prompt_logprobs": 1}),
+                    ),
+                    ("/detokenize", json!({"tokens": [10, id]})),
+                ];
+                for field in ["stop_token_ids", "allowed_token_ids"] {
+                    let mut chat = chat_body("Hello!");
+                    chat[field] = json!([10, id]);
+                    requests.push(("/v1/chat/completions", chat));
                 }
-                let answer = client
-                    .post(path, &body)
-                    .await
-                    .unwrap_or_else(|e| panic!("{leg} {path} {body}: {e}"));
-                assert_eq!(answer.status, 400, "{leg} {path} {body}: {}", answer.text());
-                assert!(
-                    !answer.json()["error"]["message"]
-                        .as_str()
-                        .expect("a message")
-                        .is_empty()
-                );
+                if !id.is_string() {
+                    let bias = json!({ id.to_string(): 1 });
+                    let mut chat = chat_body("Hello!");
+                    chat["logit_bias"] = bias.clone();
+                    requests.push(("/v1/chat/completions", chat));
+                    let body = json!({"prompt": [10], "logit_bias": bias});
+                    requests.push(("/v1/completions", body));
+                }
+                for (path, mut body) in requests {
+                    body["model"] = json!("demo");
+                    if path != "/detokenize" {
+                        body["max_tokens"] = json!(1);
+                    }
+                    if *leg == "prefill" && path != "/detokenize" {
+                        body["kv_transfer_params"] = json!({"do_remote_decode": true});
+                    }
+                    let answer = client
+                        .post(path, &body)
+                        .await
+                        .unwrap_or_else(|e| panic!("{leg} {path} {body}: {e}"));
+                    assert_eq!(answer.status, 400, "{leg} {path} {body}: {}", answer.text());
+                    let message = answer.json()["error"]["message"].clone();
+                    assert!(!message.as_str().expect("a message").is_empty());
+                }
             }
         }
     }
-    answers(&both.client()).await;
-    answers(&cluster.client()).await;
-    cluster.kv_idle(Duration::from_secs(31)).await;
+}
+
+/// C9.9: token ids that the model does not have.
+#[tokio::test]
+async fn token_ids_out_of_range_are_refused_on_every_route_and_leg() {
+    let legs = Legs::of(&demo_model()).await;
+    let numbers = [1536, 1u64 << 31, (1 << 32) + 10, 1 << 63, u64::MAX];
+    let mut bad: Vec<Value> = numbers.iter().map(|id| json!(id)).collect();
+    bad.extend([json!(-1), json!(i64::MIN), json!(2.5), json!("7")]);
+    legs.refuse(&bad).await;
+    answers(&legs.both.client()).await;
+    answers(&legs.cluster.client()).await;
+    legs.cluster.kv_idle(Duration::from_secs(31)).await;
+}
+
+/// C9.9: token ids that the tokenizer has, but the embedding no row for.
+#[tokio::test]
+async fn token_ids_without_an_embedding_row_are_refused_on_every_route_and_leg() {
+    let model = Checkpoint::golden("qwen3_moe");
+    model.change("tokenizer.json", |tokenizer| {
+        let list = tokenizer["added_tokens"].as_array_mut().expect("a list");
+        list.extend((512..530).map(|id| {
+            json!({"id": id, "content": format!("<extra_{id}>"), "single_word": false, "lstrip": false,
+                "rstrip": false, "normalized": false, "special": id % 2 == 0})
+        }));
+    });
+    let legs = Legs::of(model.path()).await;
+    legs.refuse(&[json!(512), json!(529), json!(530)]).await;
+    for (leg, client) in legs.clients() {
+        // The tokenizer makes them of texts that name one.
+        let mut text = completion_body("a <extra_513> b", 1);
+        let mut ids = completion_body(vec![1, 2, 511], 1);
+        if leg == "prefill" {
+            for body in [&mut text, &mut ids] {
+                body["kv_transfer_params"] = json!({"do_remote_decode": true});
+            }
+        }
+        let text = client.post("/v1/completions", &text).await;
+        let text = text.expect("an answer");
+        assert_eq!(text.status, 400, "{leg}: {}", text.text());
+        let ids = client.post("/v1/completions", &ids).await;
+        let ids = ids.expect("an answer");
+        assert_eq!(ids.status, 200, "{leg}: {}", ids.text());
+    }
 }
 
 /// What a stranger may send first.

@@ -11,6 +11,10 @@ use twinfer_protocol::TokenId;
 /// No vocabulary is larger; guards the token table against an absurd id in tokenizer.json.
 const MAX_VOCAB: u32 = 1 << 22;
 
+/// More tokens than this beside the vocabulary are refused: the library's automaton of them would take
+/// memory and seconds without bound.
+const MAX_ADDED: usize = 1 << 16;
+
 /// A model's tokenizer: `tokenizer.json`, with the special tokens of `tokenizer_config.json` and the
 /// end-of-sequence ids of `generation_config.json` or `config.json`.
 #[derive(Debug)]
@@ -18,6 +22,8 @@ pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     table: TokenBytes,
     id_limit: u32,
+    /// Rows of the model's embedding, if config.json tells.
+    rows: Option<u32>,
     eos: Vec<TokenId>,
     bos: Option<TokenId>,
     bos_token: Option<String>,
@@ -46,14 +52,19 @@ impl Tokenizer {
             message,
         };
         let raw = texts.required("tokenizer.json")?;
+        let parsed: Outline = serde_json::from_slice(&raw).map_err(|e| invalid(e.to_string()))?;
+        let added = parsed.added_tokens.len();
+        if added > MAX_ADDED {
+            return Err(invalid(format!(
+                "added_tokens has {added} entries; allowed are {MAX_ADDED}"
+            )));
+        }
         let mut inner =
             tokenizers::Tokenizer::from_bytes(&raw).map_err(|e| invalid(e.to_string()))?;
         inner
             .with_truncation(None)
             .map_err(|e| invalid(e.to_string()))?;
         inner.with_padding(None);
-        let parsed: DecoderOnly =
-            serde_json::from_slice(&raw).map_err(|e| invalid(e.to_string()))?;
 
         let mut hash = Sha256::new();
         hash.update((raw.len() as u64).to_le_bytes());
@@ -75,8 +86,7 @@ impl Tokenizer {
             .or_else(|| config["text_config"]["vocab_size"].as_u64());
         let rows = rows
             .and_then(|n| u32::try_from(n).ok())
-            .filter(|&n| n <= MAX_VOCAB)
-            .unwrap_or(0);
+            .filter(|n| (1..=MAX_VOCAB).contains(n));
         let known = u32::try_from(table.len()).unwrap_or(MAX_VOCAB);
 
         let bos_token = token_name(&settings["bos_token"]);
@@ -84,7 +94,8 @@ impl Tokenizer {
         let mut tokenizer = Self {
             bos: None,
             eos: Vec::new(),
-            id_limit: known.max(rows),
+            id_limit: known.max(rows.unwrap_or(0)),
+            rows,
             hash: hex(&hash.finalize()[..16]),
             inner,
             table,
@@ -161,16 +172,14 @@ impl Tokenizer {
         self.inner.token_to_id(name)
     }
 
-    /// Is the id below [`Self::id_limit`]?
+    /// Can the model read and write these ids? A tokenizer may know more than the embedding has rows.
     ///
     /// # Errors
-    /// [`TextError::UnknownToken`] for the first id that is not.
+    /// [`TextError::UnknownToken`] for the first id that it cannot.
     pub fn check_ids(&self, ids: &[TokenId]) -> Result<(), TextError> {
-        match ids.iter().find(|&&id| id >= self.id_limit) {
-            Some(&id) => Err(TextError::UnknownToken {
-                id,
-                limit: self.id_limit,
-            }),
+        let limit = self.rows.unwrap_or(self.id_limit);
+        match ids.iter().find(|&&id| id >= limit) {
+            Some(&id) => Err(TextError::UnknownToken { id, limit }),
             None => Ok(()),
         }
     }
@@ -260,10 +269,13 @@ impl Tokenizer {
     }
 }
 
+/// The parts of tokenizer.json that are read here.
 #[derive(serde::Deserialize)]
-struct DecoderOnly {
+struct Outline {
     #[serde(default)]
     decoder: Value,
+    #[serde(default)]
+    added_tokens: Vec<serde::de::IgnoredAny>,
 }
 
 fn build_table(inner: &tokenizers::Tokenizer, decoder: &Value) -> Result<TokenBytes, String> {

@@ -39,9 +39,13 @@ pub fn load_model(
             tracing::warn!(%reason, "the chat template is broken: chats are refused")
         }
     }
-    for warning in &checked.warnings {
-        tracing::warn!(%warning, "model");
-    }
+    let warn = |warnings: &[String]| {
+        for warning in warnings {
+            tracing::warn!(%warning, "model");
+        }
+    };
+    warn(&checked.warnings);
+    let known = checked.warnings.len();
     told(0, checked.file_bytes);
     tracing::info!(
         weight_bytes = checked.weight_bytes,
@@ -56,6 +60,8 @@ pub fn load_model(
     );
     options.tokenizer_hash = tokenizer.content_hash().to_owned();
     let loaded = checked.load(&options).map_err(refused)?;
+    // What only the values of the weights show.
+    warn(loaded.warnings.get(known..).unwrap_or_default());
     Ok(Model {
         executor: Box::new(loaded.executor),
         tokenizer: Arc::new(tokenizer),

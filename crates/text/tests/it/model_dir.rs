@@ -84,6 +84,41 @@ fn ids_of_padded_embedding_rows_decode_to_nothing() {
     ));
 }
 
+/// The tokenizer may know more than the model.
+#[test]
+fn ids_without_an_embedding_row_are_refused_but_have_a_text() {
+    let model = model();
+    write(model.path(), "config.json", &json!({"vocab_size": 508}));
+    let tokenizer = Tokenizer::from_dir(model.path()).unwrap();
+    assert!(tokenizer.check_ids(&[0, 507]).is_ok());
+    for id in [508, 511, 512] {
+        assert!(matches!(
+            tokenizer.check_ids(&[0, id]),
+            Err(TextError::UnknownToken { id: i, limit: 508 }) if i == id
+        ));
+    }
+    assert_eq!(
+        tokenizer.decode(&[508], false).unwrap(),
+        tokenizer.token_text(508).unwrap()
+    );
+    assert!(!tokenizer.token_text(508).unwrap().is_empty());
+}
+
+/// C9.14: refused before the library builds anything from it.
+#[test]
+fn a_huge_list_of_added_tokens_is_refused() {
+    let model = model();
+    let path = model.path().join("tokenizer.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let mut tokenizer: Value = serde_json::from_str(&text).unwrap();
+    tokenizer["added_tokens"] = json!(vec![0; 65_537]);
+    std::fs::write(&path, tokenizer.to_string()).unwrap();
+    let message = Tokenizer::from_dir(model.path()).unwrap_err().to_string();
+    for word in ["tokenizer.json", "added_tokens", "65537", "65536"] {
+        assert!(message.contains(word), "{message}");
+    }
+}
+
 #[test]
 fn the_hash_covers_tokenizer_and_template_only() {
     let model = model();
@@ -326,4 +361,46 @@ fn files_that_are_no_regular_files_are_refused_at_once() {
             "{error}"
         );
     }
+}
+
+/// C9.14: a model from a stranger cannot make the server read other files.
+#[test]
+fn links_out_of_the_directory_are_refused_and_those_of_the_hub_are_followed() {
+    use std::os::unix::fs::symlink;
+    let load = |dir: &Path| {
+        let tokenizer = Tokenizer::from_dir(dir).map_err(|error| error.to_string())?;
+        ChatTemplate::from_dir(dir, &tokenizer).map_err(|error| error.to_string())
+    };
+    let outside = model();
+    for name in [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "config.json",
+        "chat_template.jinja",
+    ] {
+        let target = outside.path().join(name);
+        if name != "tokenizer.json" {
+            std::fs::write(&target, "{}").unwrap();
+        }
+        let model = model();
+        let path = model.path().join(name);
+        let _ = std::fs::remove_file(&path);
+        symlink(&target, &path).unwrap();
+        let error = load(model.path()).err().unwrap();
+        assert!(error.contains(name) && error.contains("link"), "{error}");
+        std::fs::copy(&target, model.path().join("blob")).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        symlink("blob", &path).unwrap();
+        load(model.path()).unwrap();
+    }
+
+    // The hub's cache keeps files under their hashes beside the snapshots.
+    let cache = tempfile::tempdir().unwrap();
+    let (blobs, snapshot) = (cache.path().join("blobs"), cache.path().join("snapshots/c"));
+    std::fs::create_dir_all(&blobs).unwrap();
+    std::fs::create_dir_all(&snapshot).unwrap();
+    std::fs::copy(model().path().join("tokenizer.json"), blobs.join("hash")).unwrap();
+    symlink("../../blobs/hash", snapshot.join("tokenizer.json")).unwrap();
+    load(&snapshot).unwrap();
 }
