@@ -164,7 +164,7 @@ impl Format {
 }
 
 /// Longest int8 row: k products of -128 and -128 fit an i32; with a static offset k of 255 and 128.
-pub fn max_int8_k(activation: Activation) -> usize {
+fn max_int8_k(activation: Activation) -> usize {
     let step = match activation {
         Activation::PerToken => 128,
         Activation::Static { .. } => 255,
