@@ -1,6 +1,7 @@
 //! One streamed chat question through the router, with what the decode instance counts for it.
 
 use super::metrics;
+use crate::commands::environment_keys;
 use crate::exit::{Code, Failure};
 use crate::output;
 use http::{HeaderMap, HeaderValue, Method, StatusCode};
@@ -10,7 +11,7 @@ use std::time::{Duration, Instant};
 use twinfer_deploy::{Plan, reachable_router_url};
 use twinfer_http::sse::SseParser;
 use twinfer_http::{ClientOptions, Endpoint, PeerClient, Secret, next_chunk};
-use twinfer_protocol::{API_KEY_ENV, DECODE_HEADER, ErrorBody, PREFILL_HEADER, Role};
+use twinfer_protocol::{DECODE_HEADER, ErrorBody, PREFILL_HEADER, Role};
 
 /// For an answer to begin, and between two of its pieces.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -90,7 +91,7 @@ impl Asker {
             HeaderMap::from_iter([(http::header::AUTHORIZATION, secret.bearer())])
         };
         let peer = Secret::new(peer_key, "the demo").map_err(|error| internal(&error))?;
-        let api = Secret::load(None, &[API_KEY_ENV])
+        let api = Secret::load("api-key-file", None, environment_keys().api.as_ref())
             .map_err(|error| Failure::new(Code::Config, error))?;
         let mut client_headers = api.as_ref().map(bearer).unwrap_or_default();
         client_headers.insert(
