@@ -25,5 +25,5 @@ pub use defaults::SamplingDefaults;
 pub use error::{ExitClass, ServeError};
 pub use load::{LoadProgress, Model};
 pub use model::load_model;
-pub use serve::{Hooks, Ready, pin_process, serve, serve_with};
+pub use serve::{Hooks, PEER_CONNECTIONS, Ready, pin_process, serve, serve_with};
 pub use settings::validate;
