@@ -11,12 +11,21 @@ use twinfer_protocol::TokenId;
 /// No vocabulary is larger; guards the token table against an absurd id in tokenizer.json.
 const MAX_VOCAB: u32 = 1 << 22;
 
+/// Normalisers may shorten a text before it is tokenised, but not to less than this part.
+const SHORTENED: usize = 2;
+/// Bytes of text per allowed token that are tokenised in any case; of a longer text that much is tried.
+const TRIED_BYTES: usize = 16;
+/// Tokens by which a text's beginning, taken alone, may have more than the same place in the whole.
+const SEAM: usize = 1024;
+
 /// A model's tokenizer: `tokenizer.json`, with the special tokens of `tokenizer_config.json` and the
 /// end-of-sequence ids of `generation_config.json` or `config.json`.
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     table: TokenBytes,
+    /// Bytes of the longest token.
+    longest: usize,
     id_limit: u32,
     eos: Vec<TokenId>,
     bos: Option<TokenId>,
@@ -87,6 +96,7 @@ impl Tokenizer {
             id_limit: known.max(rows),
             hash: hex(&hash.finalize()[..16]),
             inner,
+            longest: table.longest(),
             table,
             bos_token,
             eos_token,
@@ -110,6 +120,29 @@ impl Tokenizer {
             .encode_fast(text, add_special)
             .map_err(|e| TextError::Encode(e.to_string()))?;
         Ok(encoding.get_ids().to_vec())
+    }
+
+    /// [`Self::encode`] for texts of strangers. The library takes a hundred bytes of memory per byte of
+    /// text; one that cannot have as few as `limit` tokens is refused before that. One that has a few
+    /// more may pass: the caller counts.
+    ///
+    /// # Errors
+    /// [`TextError::TooLong`], and those of [`Self::encode`].
+    pub fn encode_bounded(
+        &self,
+        text: &str,
+        add_special: bool,
+        limit: usize,
+    ) -> Result<Vec<TokenId>, TextError> {
+        let most = limit.saturating_mul(self.longest).saturating_mul(SHORTENED);
+        if text.len() > most {
+            return Err(TextError::TooLong { limit });
+        }
+        let tried = text.floor_char_boundary(limit.saturating_mul(TRIED_BYTES));
+        if text.len() / 2 > tried && self.encode(&text[..tried], false)?.len() > limit + SEAM {
+            return Err(TextError::TooLong { limit });
+        }
+        self.encode(text, add_special)
     }
 
     /// Text of the ids; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves out special
