@@ -20,7 +20,7 @@ pub enum LineFormat {
 #[derive(Clone, Debug, PartialEq, Args, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct GenerateConfig {
-    /// Hugging Face model directory: config.json, safetensors, tokenizer.json.
+    /// Hugging Face model directory (config.json, safetensors, tokenizer.json) or GGUF file.
     #[arg(value_name = "MODEL_DIR")]
     pub model: PathBuf,
 
