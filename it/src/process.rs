@@ -6,6 +6,7 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU16, Ordering::Relaxed};
 use std::time::{Duration, Instant, SystemTime};
 
 /// A child process whose output goes to a file; killed when dropped.
@@ -97,13 +98,32 @@ fn newest(folder: &Path) -> Option<SystemTime> {
         .max()
 }
 
-/// A port that was free a moment ago, each answer another one.
+/// A port that is free, each answer another one. None of those that the system gives to outgoing
+/// connections: one of another test would take it before it is used.
 ///
 /// # Panics
 /// When no port is free.
 pub fn free_port() -> u16 {
-    let listener = TcpListener::bind(("127.0.0.1", 0)).expect("a free port");
-    listener.local_addr().expect("an address").port()
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    const LOWEST: u16 = 10_000;
+    let range = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range");
+    let ephemeral = range
+        .ok()
+        .and_then(|text| text.split_whitespace().next()?.parse().ok());
+    let count = ephemeral
+        .unwrap_or(32_768_u16)
+        .saturating_sub(LOWEST)
+        .max(1);
+    // Test processes that run at the same time begin at different places.
+    let own = (std::process::id() % u32::from(count)) as u16;
+    (0..count)
+        .map(|_| {
+            LOWEST
+                + (u32::from(own).wrapping_mul(997) + u32::from(NEXT.fetch_add(1, Relaxed)))
+                    .rem_euclid(count.into()) as u16
+        })
+        .find(|&port| TcpListener::bind(("127.0.0.1", port)).is_ok())
+        .expect("a free port")
 }
 
 impl Process {
@@ -112,14 +132,32 @@ impl Process {
     /// # Panics
     /// When it cannot be started.
     pub fn start<S: AsRef<OsStr>>(arguments: &[S], environment: &[(&str, &str)]) -> Self {
+        Self::run(Command::new(binary()).args(arguments), environment)
+    }
+
+    /// As [`Self::start`], with at most `files` open files.
+    ///
+    /// # Panics
+    /// When it cannot be started.
+    pub fn start_limited<S: AsRef<OsStr>>(
+        files: u32,
+        arguments: &[S],
+        environment: &[(&str, &str)],
+    ) -> Self {
+        let limited = format!("ulimit -n {files} && exec \"$0\" \"$@\"");
+        let mut shell = Command::new("sh");
+        shell.arg("-c").arg(limited).arg(binary()).args(arguments);
+        Self::run(&mut shell, environment)
+    }
+
+    fn run(command: &mut Command, environment: &[(&str, &str)]) -> Self {
         let log = tempfile::NamedTempFile::new().expect("a log file");
         let out = File::options()
             .append(true)
             .open(log.path())
             .expect("the log file");
         let err = out.try_clone().expect("the log file");
-        let child = Command::new(binary())
-            .args(arguments)
+        let child = command
             .env_remove("TWINFER_PEER_KEY")
             .env_remove("TWINFER_API_KEY")
             .env_remove("OPENAI_API_KEY")
@@ -130,6 +168,20 @@ impl Process {
             .spawn()
             .expect("twinfer starts");
         Self { child, log }
+    }
+
+    /// The most memory that it has had, in bytes.
+    ///
+    /// # Panics
+    /// When it has ended.
+    pub fn peak_memory(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.id()));
+        let status = status.expect("the status of the process");
+        let kib = status.lines().find_map(|line| {
+            let value = line.strip_prefix("VmHWM:")?;
+            value.trim().strip_suffix(" kB")?.parse::<u64>().ok()
+        });
+        kib.expect("VmHWM") << 10
     }
 
     /// Process id.

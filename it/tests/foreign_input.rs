@@ -549,3 +549,62 @@ fn resident_mib(pid: u32) -> f64 {
         .expect("pages");
     pages * 4096.0 / f64::from(1 << 20)
 }
+
+/// A text far beyond the context is refused before tokenising it takes memory in proportion.
+#[tokio::test]
+async fn a_prompt_far_beyond_the_context_takes_little_memory() {
+    let mut both = Instance::serve(&demo_model(), &[], &[]);
+    both.ready().await;
+    let client = both.client();
+    answers(&client).await;
+    let before = both.process.peak_memory();
+    let text = "Once upon a time there was a town. ".repeat(120_000);
+    let chat = chat_body(&text);
+    for (path, body) in [
+        ("/v1/completions", completion_body(text.as_str(), 4)),
+        ("/v1/chat/completions", chat),
+        ("/tokenize", json!({"model": "demo", "prompt": text})),
+    ] {
+        let answer = client.post(path, &body).await.expect("an answer");
+        let code = answer.error_code();
+        assert_eq!(
+            (answer.status, code.as_str()),
+            (400, "context_length_exceeded"),
+            "{path}"
+        );
+    }
+    let ids = json!({"model": "demo", "tokens": vec![10; 1 << 20]});
+    let answer = client.post("/detokenize", &ids).await.expect("an answer");
+    assert_eq!(answer.status, 400, "{}", answer.text());
+    let taken = both.process.peak_memory() - before;
+    assert!(taken < 100 << 20, "{} MiB", taken >> 20);
+    answers(&client).await;
+}
+
+/// Room for large bodies belongs to those who send them.
+#[tokio::test]
+async fn bodies_that_are_only_announced_keep_nobody_waiting() {
+    let mut both = Instance::serve(&demo_model(), &[], &[]);
+    both.ready().await;
+    let mut announced = Vec::new();
+    for _ in 0..8 {
+        let mut stream = TcpStream::connect(("127.0.0.1", both.port))
+            .await
+            .expect("a connection");
+        let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n\
+                    content-length: 33554432\r\n\r\n{";
+        stream.write_all(head.as_bytes()).await.expect("written");
+        announced.push(stream);
+    }
+    let mut body = completion_body("Once", 1);
+    body["user"] = json!("x".repeat(1 << 20));
+    let began = Instant::now();
+    let answer = both
+        .client()
+        .post("/v1/completions", &body)
+        .await
+        .expect("an answer");
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    assert!(began.elapsed() < Duration::from_secs(20), "waited for them");
+    drop(announced);
+}

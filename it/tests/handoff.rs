@@ -232,16 +232,21 @@ async fn a_request_that_decode_refuses_frees_prefill_at_once() {
         assert_eq!(refused.status, expected, "{}", refused.text());
         cluster.prefill[0].kv_idle(Duration::from_secs(1)).await;
     }
-    // Through the router: the client gets decode's status and body.
-    let mut body = ids_body(&prompt, 8);
-    body["temperature"] = json!(-1);
+    // Through the router: the client gets decode's status and body. The length of a text is known only
+    // to who tokenises it.
+    let text = "Once upon a time ".repeat(100);
     let refused = cluster
         .client()
-        .post("/v1/completions", &body)
+        .post("/v1/completions", &completion_body(text, 8))
         .await
         .expect("an answer");
-    assert_eq!(refused.status, 400, "{}", refused.text());
-    assert_eq!(refused.json()["error"]["param"], json!("temperature"));
+    let code = refused.error_code();
+    assert_eq!(
+        (refused.status, code.as_str()),
+        (400, "context_length_exceeded")
+    );
+    let message = refused.json()["error"]["message"].to_string();
+    assert!(message.contains("length is 256 tokens"), "{message}");
     cluster.prefill[0].kv_idle(Duration::from_secs(1)).await;
     let long: Vec<u32> = (0..1000).map(|i| 6 + (i * 37) % 1500).collect();
     complete(

@@ -6,7 +6,11 @@ use std::fs;
 use std::io::{Seek, SeekFrom, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
-use twinfer_it::{Cluster, ClusterOptions, Instance, completion_body, demo_model};
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+use twinfer_it::{
+    Client, Cluster, ClusterOptions, Instance, Process, completion_body, demo_model, free_port,
+};
 
 fn stream_body(max_tokens: u32) -> Value {
     let mut body = completion_body("Once upon a time", max_tokens);
@@ -175,7 +179,7 @@ async fn a_router_is_not_ready_without_a_pair() {
 /// C8.4: SIGTERM with streams that end in time, streams that do not, and requests that still arrive.
 async fn drains(instance: &mut Instance) {
     let client = instance.client();
-    let mut streams = tokio::task::JoinSet::new();
+    let mut streams = JoinSet::new();
     // So many long ones that no machine is through with them before the deadline.
     for max_tokens in [40, 60, 80].into_iter().chain([3900; 24]) {
         let client = client.clone();
@@ -319,4 +323,60 @@ async fn sigterm_ends_idle_loading_and_twice_asked_processes() {
     assert!(busy.process.ended().is_none(), "the first one drains");
     busy.process.signal(Signal::TERM).expect("it runs");
     busy.process.wait(Duration::from_secs(3)).await;
+}
+
+/// Clients that only connect take neither the router's descriptors for its instances nor its places.
+#[tokio::test]
+async fn idle_connections_do_not_take_instances_out() {
+    let mut both = Instance::serve(&demo_model(), &[], &[]);
+    both.ready().await;
+    let port = free_port();
+    let arguments = [
+        "router".to_owned(),
+        "--port".into(),
+        port.to_string(),
+        "--worker".into(),
+        both.url(),
+        "--max-inflight".into(),
+        "32".into(),
+    ];
+    let mut router = Process::start_limited(300, &arguments, &[]);
+    let client = Client::new(format!("127.0.0.1:{port}"));
+    let end = Instant::now() + Duration::from_secs(60);
+    while !client.get("/ready").await.is_ok_and(|a| a.status == 200) {
+        assert!(
+            router.ended().is_none() && Instant::now() < end,
+            "{}",
+            router.output()
+        );
+        tokio::time::sleep(Duration::from_millis(30)).await;
+    }
+    let mut idle = Vec::new();
+    for _ in 0..400 {
+        idle.push(
+            TcpStream::connect(("127.0.0.1", port))
+                .await
+                .expect("a connection"),
+        );
+    }
+    let mut requests = JoinSet::new();
+    for _ in 0..10 {
+        let client = client.clone();
+        requests.spawn(async move {
+            client
+                .post("/v1/completions", &completion_body("Once", 4))
+                .await
+                .map(|answer| (answer.status, answer.text()))
+        });
+    }
+    while let Some(answer) = requests.join_next().await {
+        let (status, text) = answer.expect("a task").expect("an answer");
+        assert_eq!(status, 200, "{text}\n{}", router.output());
+    }
+    let log = router.output();
+    assert!(
+        !log.contains("is not used") && !log.contains("Too many"),
+        "{log}"
+    );
+    drop(idle);
 }

@@ -38,6 +38,9 @@ pub(crate) fn serve(
     line.flag("--port", &draft.port.to_string());
     if let Some(port) = draft.kv_port {
         line.flag("--kv-port", &port.to_string());
+    }
+    // Decode renews in time for its own.
+    if draft.kv_port.is_some() || draft.spec.role == Role::Decode {
         line.flag("--kv-lease", &handoff.lease.to_string());
     }
     if draft.spec.role != Role::Both {
@@ -61,6 +64,15 @@ pub(crate) fn serve(
     flags
         .entry("drain-settle".to_owned())
         .or_insert_with(|| 0.into());
+    // A prompt that no decode instance takes is not computed.
+    if draft.spec.role == Role::Prefill
+        && let Some(limit) = decode_limit(deployment)
+    {
+        let own = flags.entry("max-model-len".to_owned()).or_default();
+        if own.is_null() || own.as_u64().is_some_and(|own| own > limit) {
+            *own = limit.into();
+        }
+    }
     line.flags(&flags);
     // With cores or ports missing the line is not whole; that has been reported.
     if draft.port != 0 && !draft.cores.is_empty() {
@@ -78,6 +90,15 @@ pub(crate) fn serve(
         }
     }
     line.words
+}
+
+/// The greatest `max-model-len` of decode instances; none if there are none, or one has the model's own.
+fn decode_limit(deployment: &Deployment) -> Option<u64> {
+    let decode = deployment.file.instances.iter();
+    let limits = decode
+        .filter(|spec| spec.role == Role::Decode)
+        .map(|spec| spec.flags.get("max-model-len").and_then(Value::as_u64));
+    limits.collect::<Option<Vec<_>>>()?.into_iter().max()
 }
 
 /// `twinfer router ...`.

@@ -58,7 +58,15 @@ pub enum TransportError {
         /// The limit.
         seconds: f64,
     },
-    /// No connection for another reason (no route, no descriptors).
+    /// Nothing left here to connect with: descriptors, ports, memory. It says nothing of the peer.
+    #[error("{peer}: this process cannot connect: {reason}")]
+    Exhausted {
+        /// Host and port.
+        peer: String,
+        /// What the system said.
+        reason: String,
+    },
+    /// No connection for another reason (no route).
     #[error("{peer}: cannot connect: {reason}")]
     Connect {
         /// Host and port.
@@ -110,13 +118,9 @@ impl TransportError {
             Self::Refused { .. }
                 | Self::Unresolved { .. }
                 | Self::ConnectTimeout { .. }
+                | Self::Exhausted { .. }
                 | Self::Connect { .. }
         )
-    }
-
-    /// Did time run out, at whatever point?
-    pub fn is_timeout(&self) -> bool {
-        matches!(self, Self::ConnectTimeout { .. } | Self::Timeout { .. })
     }
 }
 
@@ -289,7 +293,7 @@ fn classify(error: &hyper_util::client::legacy::Error, peer: String) -> Transpor
 }
 
 /// The last cause says what happened; the ones before say in which layer.
-fn innermost(error: &(dyn std::error::Error + 'static)) -> String {
+pub fn innermost(error: &(dyn std::error::Error + 'static)) -> String {
     let mut error = error;
     while let Some(source) = error.source() {
         error = source;

@@ -1,6 +1,7 @@
 use crate::{Host, HostPort, TransportError};
 use http::Uri;
 use hyper_util::rt::TokioIo;
+use rustix::io::Errno;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -30,11 +31,18 @@ async fn connect_to_any(to: &HostPort) -> Result<TcpStream, TransportError> {
         peer: peer(),
         reason,
     };
+    let exhausted = |error: &io::Error| TransportError::Exhausted {
+        peer: peer(),
+        reason: error.to_string(),
+    };
     let addresses: Vec<SocketAddr> = match &to.host {
         Host::Ip(ip) => vec![SocketAddr::new(*ip, to.port)],
         Host::Name(name) => lookup_host((name.as_str(), to.port))
             .await
-            .map_err(|error| unresolved(error.to_string()))?
+            .map_err(|error| match is_own(&error) {
+                true => exhausted(&error),
+                false => unresolved(error.to_string()),
+            })?
             .collect(),
     };
     let mut last = unresolved("the name has no address".to_owned());
@@ -48,6 +56,7 @@ async fn connect_to_any(to: &HostPort) -> Result<TcpStream, TransportError> {
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
                 TransportError::Refused { peer: peer() }
             }
+            Err(error) if is_own(&error) => exhausted(&error),
             Err(error) => TransportError::Connect {
                 peer: peer(),
                 reason: error.to_string(),
@@ -55,6 +64,15 @@ async fn connect_to_any(to: &HostPort) -> Result<TcpStream, TransportError> {
         };
     }
     Err(last)
+}
+
+/// Did this process or its host run out of something?
+fn is_own(error: &io::Error) -> bool {
+    matches!(
+        Errno::from_io_error(error),
+        // The last one: no local port is left.
+        Some(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM | Errno::ADDRNOTAVAIL)
+    )
 }
 
 /// [`connect`] to the host and port of a URI, for hyper's client.

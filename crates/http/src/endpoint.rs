@@ -128,28 +128,12 @@ impl HostPort {
             Err(_) => format!("{host}:{port}"),
         }
     }
-
-    /// Each element of a list; equal ones are refused.
-    ///
-    /// # Errors
-    /// [`AddressError`] names the element and its place.
-    pub fn parse_list<S: AsRef<str>>(list: &[S]) -> Result<Vec<Self>, AddressError> {
-        parse_list(list, Self::from_str)
-    }
 }
 
 impl Endpoint {
     /// Host and port.
     pub fn host_port(&self) -> &HostPort {
         &self.0
-    }
-
-    /// Each element of a list; equal ones are refused.
-    ///
-    /// # Errors
-    /// [`AddressError`] names the element and its place.
-    pub fn parse_list<S: AsRef<str>>(list: &[S]) -> Result<Vec<Self>, AddressError> {
-        parse_list(list, Self::from_str)
     }
 }
 
@@ -253,24 +237,4 @@ fn parse_port(text: &str) -> Result<u16, String> {
         Ok(port) if digits && port != 0 => Ok(port),
         _ => Err(format!("has port {text:?}; allowed are 1 to 65535")),
     }
-}
-
-fn parse_list<S: AsRef<str>, T: PartialEq>(
-    list: &[S],
-    parse: impl Fn(&str) -> Result<T, AddressError>,
-) -> Result<Vec<T>, AddressError> {
-    let mut out: Vec<T> = Vec::with_capacity(list.len());
-    for (index, text) in list.iter().enumerate() {
-        let text = text.as_ref();
-        let place = |problem: String| AddressError {
-            element: text.to_owned(),
-            problem: format!("(element {} of the list) {problem}", index + 1),
-        };
-        let item = parse(text).map_err(|e| place(e.problem))?;
-        if let Some(earlier) = out.iter().position(|other| *other == item) {
-            return Err(place(format!("is the same as element {}", earlier + 1)));
-        }
-        out.push(item);
-    }
-    Ok(out)
 }

@@ -1,4 +1,4 @@
-use crate::BoxError;
+use crate::{BodyRoom, BoxError, RoomShare};
 use bytes::{Bytes, BytesMut};
 use http::HeaderMap;
 use http::header::{CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_TYPE, EXPECT};
@@ -25,6 +25,21 @@ pub async fn read_body<B>(
     body: B,
     limit: u64,
     timeout: Duration,
+) -> Result<Bytes, ApiError>
+where
+    B: Body<Data = Bytes>,
+    B::Error: Into<BoxError>,
+{
+    read_growing(headers, body, limit, timeout, None).await
+}
+
+/// [`read_body`] that takes room for what has come, if it needs any.
+pub(crate) async fn read_growing<B>(
+    headers: &HeaderMap,
+    body: B,
+    limit: u64,
+    timeout: Duration,
+    mut room: Option<(&BodyRoom, &mut RoomShare)>,
 ) -> Result<Bytes, ApiError>
 where
     B: Body<Data = Bytes>,
@@ -77,16 +92,18 @@ where
             discard(body).await;
             return Err(too_large(&format!("more than {limit}")));
         }
+        if let Some((room, share)) = &mut room
+            && !room.grow(share, have + data.len() as u64, deadline).await
+        {
+            let message = "too many large requests are being served";
+            return Err(ApiError::new(ErrorKind::Overloaded, message));
+        }
         match first.take() {
             None if rest.is_empty() => first = Some(data),
             None => rest.extend_from_slice(&data),
             Some(start) => {
-                rest.reserve(
-                    declared
-                        .and_then(|n| usize::try_from(n).ok())
-                        .unwrap_or(0)
-                        .max(start.len() + data.len()),
-                );
+                // Not for the declared length: that is only a promise.
+                rest.reserve(start.len() + data.len());
                 rest.extend_from_slice(&start);
                 rest.extend_from_slice(&data);
             }

@@ -4,6 +4,7 @@
 
 mod client;
 mod connect;
+mod crowd;
 mod drain;
 mod endpoint;
 mod error;
@@ -11,11 +12,13 @@ mod framing;
 mod json;
 mod listen;
 mod metrics;
+mod progress;
+mod room;
 mod secret;
 mod serve;
 pub mod sse;
 
-pub use client::{ClientOptions, PeerClient, TransportError, collect_body, next_chunk};
+pub use client::{ClientOptions, PeerClient, TransportError, collect_body, innermost, next_chunk};
 pub use connect::connect;
 pub use drain::{Drain, DrainEnd, DrainState, InFlight};
 pub use endpoint::{AddressError, Endpoint, Host, HostPort};
@@ -28,8 +31,9 @@ pub use metrics::{
 pub use prometheus_client::metrics::{
     counter::Counter, family::Family, gauge::Gauge, histogram::Histogram,
 };
+pub use room::{BodyRoom, RoomShare};
 pub use secret::{Secret, SecretError, check_bearer};
-pub use serve::{ClientAddr, ServeOptions, serve};
+pub use serve::{ClientAddr, MAX_CONNECTIONS, OWN_DESCRIPTORS, ServeOptions, serve};
 
 /// Any error of a body or a service.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;

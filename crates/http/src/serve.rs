@@ -1,5 +1,7 @@
+use crate::crowd::{Busy, Crowd, Seat};
 use crate::error::error_events;
 use crate::framing::Framed;
+use crate::progress::Progress;
 use crate::{BoxError, Drain, DrainState, InFlight, Listener, error_response};
 use bytes::Bytes;
 use http::header::{CONNECTION, CONTENT_TYPE};
@@ -10,6 +12,7 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
+use rustix::process::{Resource, getrlimit};
 use std::convert::Infallible;
 use std::net::SocketAddr;
 use std::pin::{Pin, pin};
@@ -17,7 +20,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::net::TcpStream;
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::WaitForCancellationFutureOwned;
@@ -27,8 +30,16 @@ use tower::{Service, ServiceExt};
 const CLOSE: Duration = Duration::from_millis(500);
 /// Pause after a failed accept (no descriptors left).
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// Between two looks for an idle connection to close, where there are too many.
+const CROWDED: Duration = Duration::from_millis(50);
 /// Failed accepts are told together, once in this time.
 const ACCEPT_TOLD: Duration = Duration::from_secs(1);
+
+/// Connections at the same time, where the process may open files enough.
+pub const MAX_CONNECTIONS: usize = 8192;
+
+/// Descriptors of a process beside its connections: files, sockets, event queues.
+pub const OWN_DESCRIPTORS: u64 = 128;
 
 /// Limits of a listener.
 #[derive(Clone, Copy, Debug)]
@@ -39,7 +50,10 @@ pub struct ServeOptions {
     pub max_headers: usize,
     /// A connection is closed when this passes without a complete request head, idle ones included.
     pub header_timeout: Duration,
-    /// Connections at the same time; further ones wait to be accepted.
+    /// A connection is closed when its client takes no byte of what waits to be sent for this long.
+    pub write_timeout: Duration,
+    /// Connections at the same time; further ones wait until one ends, or the one that has been without
+    /// a request longest is closed for them.
     pub max_connections: usize,
     /// Paths that are served in every state and not counted as in flight.
     pub is_control: fn(&str) -> bool,
@@ -55,8 +69,26 @@ impl Default for ServeOptions {
             max_header_bytes: 64 << 10,
             max_headers: 128,
             header_timeout: Duration::from_secs(30),
-            max_connections: 8192,
+            write_timeout: Duration::from_secs(60),
+            max_connections: MAX_CONNECTIONS,
             is_control: is_control_path,
+        }
+    }
+}
+
+impl ServeOptions {
+    /// Lets connections take only what `reserve` leaves of the files that the process may open (`ulimit
+    /// -n`), but a quarter in any case: idle clients must not keep the process from its own work.
+    #[must_use]
+    pub fn with_reserve(self, reserve: u64) -> Self {
+        let Some(limit) = getrlimit(Resource::Nofile).current else {
+            return self;
+        };
+        let left = limit.saturating_sub(reserve).max(limit / 4).max(1);
+        let left = usize::try_from(left).unwrap_or(usize::MAX);
+        Self {
+            max_connections: self.max_connections.min(left),
+            ..self
         }
     }
 }
@@ -88,12 +120,13 @@ where
     let slots = Arc::new(Semaphore::new(
         options.max_connections.min(Semaphore::MAX_PERMITS),
     ));
+    let crowd = Arc::new(Crowd::default());
     let mut connections = JoinSet::new();
     let mut closed = pin!(drain.reached(DrainState::Closed));
     let (mut failures, mut told) = (0u32, None);
     loop {
         let accepted = async {
-            let slot = Arc::clone(&slots).acquire_owned().await;
+            let slot = place(&slots, &crowd).await;
             (listener.inner.accept().await, slot)
         };
         tokio::select! {
@@ -103,7 +136,13 @@ where
             (accepted, slot) = accepted => match accepted {
                 Ok((stream, client)) => {
                     let client = ClientAddr(client);
-                    let connection = connection(stream, client, service.clone(), options, drain.clone());
+                    let connection = connection(
+                        (stream, client),
+                        service.clone(),
+                        options,
+                        drain.clone(),
+                        crowd.seat(),
+                    );
                     connections.spawn(async move {
                         connection.await;
                         drop(slot);
@@ -128,12 +167,24 @@ where
     connections.shutdown().await;
 }
 
+/// Waits for a free place, or makes one.
+async fn place(slots: &Arc<Semaphore>, crowd: &Crowd) -> Option<OwnedSemaphorePermit> {
+    loop {
+        if slots.available_permits() == 0 {
+            crowd.evict();
+        }
+        if let Ok(slot) = timeout(CROWDED, Arc::clone(slots).acquire_owned()).await {
+            return slot.ok();
+        }
+    }
+}
+
 async fn connection<S, B>(
-    stream: TcpStream,
-    client: ClientAddr,
+    (stream, client): (TcpStream, ClientAddr),
     service: S,
     options: ServeOptions,
     drain: Drain,
+    seat: Arc<Seat>,
 ) where
     S: Service<Request<Incoming>, Response = Response<B>, Error = Infallible>
         + Clone
@@ -147,11 +198,15 @@ async fn connection<S, B>(
     if stream.set_nodelay(true).is_err() {
         return;
     }
-    let counted = drain.clone();
+    let stream = Progress::new(
+        TokioIo::new(Framed::new(stream, options)),
+        options.write_timeout,
+    );
+    let (counted, working) = (drain.clone(), Arc::clone(&seat));
     let handler = service_fn(move |mut request: Request<Incoming>| {
         request.extensions_mut().insert(client);
-        let (service, drain) = (service.clone(), counted.clone());
-        async move { Ok::<_, Infallible>(answer(service, request, options, &drain).await) }
+        let (service, drain, busy) = (service.clone(), counted.clone(), working.busy());
+        async move { Ok::<_, Infallible>(answer(service, request, options, &drain, busy).await) }
     });
     let mut builder = http1::Builder::new();
     builder
@@ -159,8 +214,7 @@ async fn connection<S, B>(
         .header_read_timeout(options.header_timeout)
         .max_headers(options.max_headers)
         .max_header_size(options.max_header_bytes);
-    let mut connection =
-        pin!(builder.serve_connection(TokioIo::new(Framed::new(stream, options)), handler));
+    let mut connection = pin!(builder.serve_connection(stream, handler));
     let mut closed = pin!(drain.reached(DrainState::Closed));
     let ended = tokio::select! {
         ended = &mut connection => ended,
@@ -168,6 +222,7 @@ async fn connection<S, B>(
             connection.as_mut().graceful_shutdown();
             connection.await
         }
+        () = seat.evicted() => return,
     };
     if let Err(error) = ended {
         tracing::debug!(%error, "connection ended");
@@ -181,6 +236,7 @@ async fn answer<S, B>(
     request: Request<Incoming>,
     options: ServeOptions,
     drain: &Drain,
+    busy: Busy,
 ) -> Answer<B>
 where
     S: Service<Request<Incoming>, Response = Response<B>, Error = Infallible>,
@@ -189,7 +245,7 @@ where
 {
     if (options.is_control)(request.uri().path()) {
         let Ok(response) = service.oneshot(request).await;
-        return response.map(|body| Either::Left(DrainBody::control(body)));
+        return response.map(|body| Either::Left(DrainBody::control(body, busy)));
     }
     let refuse = || {
         let mut response = error_response::<Full<Bytes>>(&drain.refusal()).map(Either::Right);
@@ -212,13 +268,15 @@ where
         .headers()
         .get(CONTENT_TYPE)
         .is_some_and(|v| v.as_bytes().starts_with(b"text/event-stream"));
-    response.map(|body| Either::Left(DrainBody::counted(body, events, drain, guard)))
+    response.map(|body| Either::Left(DrainBody::counted(body, events, drain, guard, busy)))
 }
 
 /// A response body under a drain: counted while it lasts, ended at the deadline.
 struct DrainBody<B> {
     inner: Option<B>,
     watch: Option<Watch>,
+    /// Dropped with the body: the connection is idle from then on.
+    _busy: Busy,
 }
 
 struct Watch {
@@ -256,14 +314,15 @@ impl Tail {
 }
 
 impl<B: Body<Data = Bytes> + Unpin> DrainBody<B> {
-    fn control(inner: B) -> Self {
+    fn control(inner: B, busy: Busy) -> Self {
         Self {
             inner: Some(inner),
             watch: None,
+            _busy: busy,
         }
     }
 
-    fn counted(inner: B, events: bool, drain: &Drain, guard: InFlight) -> Self {
+    fn counted(inner: B, events: bool, drain: &Drain, guard: InFlight, busy: Busy) -> Self {
         let watch = Watch {
             _guard: guard,
             drain: drain.clone(),
@@ -274,6 +333,7 @@ impl<B: Body<Data = Bytes> + Unpin> DrainBody<B> {
         Self {
             inner: Some(inner),
             watch: Some(watch),
+            _busy: busy,
         }
     }
 }

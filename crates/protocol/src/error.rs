@@ -245,7 +245,7 @@ impl ErrorKind {
             Fault::Client => Retry::Never,
             Fault::Prefill | Fault::Decode | Fault::Transport => Retry::Elsewhere,
             Fault::Us => match self {
-                Self::Internal => Retry::Elsewhere,
+                Self::Internal | Self::Timeout => Retry::Elsewhere,
                 _ => Retry::Later,
             },
         }
@@ -255,14 +255,7 @@ impl ErrorKind {
 impl ApiError {
     /// An error of a class with its sentence.
     pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        let retry_after = matches!(
-            kind,
-            ErrorKind::Overloaded
-                | ErrorKind::Draining
-                | ErrorKind::NotReady
-                | ErrorKind::NoInstance
-        )
-        .then_some(1);
+        let retry_after = (kind.retry() == Retry::Later).then_some(1);
         Self {
             kind,
             message: message.into(),

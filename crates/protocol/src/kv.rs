@@ -54,13 +54,3 @@ pub struct KvRelease {
     /// Epoch of the prefill instance that made the handle.
     pub epoch: crate::Epoch,
 }
-
-impl KvTransferParams {
-    /// What a router sends to a prefill instance.
-    pub fn for_prefill() -> Self {
-        Self {
-            do_remote_decode: true,
-            ..Self::default()
-        }
-    }
-}

@@ -11,7 +11,7 @@ use http_body_util::{Either, Full};
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use twinfer_http::{TransportError, error_response};
-use twinfer_protocol::{ApiError, ErrorKind};
+use twinfer_protocol::{ApiError, ErrorKind, Fault};
 
 /// Body of an answer to a client.
 pub(crate) type RouterBody = Either<Full<Bytes>, Relay>;
@@ -147,23 +147,31 @@ impl LegError {
         )
     }
 
-    /// No (whole) answer. The signal is what it says of the instance.
-    pub(crate) fn transport(side: Side, name: &str, error: &TransportError) -> (Self, Signal) {
+    /// No (whole) answer. The signal is what it says of the instance, if anything.
+    pub(crate) fn transport(
+        side: Side,
+        name: &str,
+        error: &TransportError,
+    ) -> (Self, Option<Signal>) {
         let message = format!("{} instance {name}: {error}", side.as_str());
-        if error.nothing_sent() {
-            return (
-                Self::new(Failure::Unreachable, side.unreachable(), message),
-                Signal::Refused(error.to_string()),
-            );
-        }
         let kind = match error {
+            TransportError::Exhausted { .. } => ErrorKind::Overloaded,
             TransportError::Timeout { .. } => ErrorKind::Timeout,
+            _ if error.nothing_sent() => side.unreachable(),
             _ => side.failed(),
         };
-        (
-            Self::new(Failure::Broke, kind, message),
-            Signal::Broke(error.to_string()),
-        )
+        let failure = match error.nothing_sent() {
+            true => Failure::Unreachable,
+            false => Failure::Broke,
+        };
+        let signal = match error {
+            TransportError::Exhausted { .. } => None,
+            TransportError::Refused { .. }
+            | TransportError::Unresolved { .. }
+            | TransportError::ConnectTimeout { .. } => Some(Signal::Refused(error.to_string())),
+            _ => Some(Signal::Broke(error.to_string())),
+        };
+        (Self::new(failure, kind, message), signal)
     }
 
     /// An answer whose status is no success.
@@ -180,7 +188,7 @@ impl LegError {
             429 | 503 => Failure::Busy,
             401 | 403 | 408 => Failure::Broke,
             400..=499 => Failure::Final,
-            _ if kind.is_some_and(is_handoff) => Failure::HandoffLost,
+            _ if kind.is_some_and(|kind| kind.fault() == Fault::Transport) => Failure::HandoffLost,
             _ => Failure::Broke,
         };
         if matches!(status.as_u16(), 401 | 403) {
@@ -285,13 +293,6 @@ pub(crate) fn is_error_event(data: &[u8]) -> bool {
     rest.is_some_and(|rest| rest.starts_with(b"\"error\""))
 }
 
-const fn is_handoff(kind: ErrorKind) -> bool {
-    matches!(
-        kind,
-        ErrorKind::KvStale | ErrorKind::KvCorrupt | ErrorKind::KvMismatch | ErrorKind::KvTransfer
-    )
-}
-
 fn read_error(body: &[u8]) -> Option<ForeignError> {
     serde_json::from_slice(body).ok()
 }
@@ -337,6 +338,16 @@ mod tests {
         );
         assert_eq!(lost.failure, Failure::HandoffLost);
         assert_eq!(lost.refusal.kind(), Some(ErrorKind::KvStale));
+    }
+
+    #[test]
+    fn the_routers_own_shortage_says_nothing_of_an_instance() {
+        let (peer, reason) = (String::new(), String::new());
+        let own = TransportError::Exhausted { peer, reason };
+        let (error, signal) = LegError::transport(Side::Prefill, "p", &own);
+        assert_eq!(signal, None);
+        assert_eq!(error.failure, Failure::Unreachable);
+        assert_eq!(error.refusal.kind(), Some(ErrorKind::Overloaded));
     }
 
     #[test]

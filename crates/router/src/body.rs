@@ -90,6 +90,13 @@ impl JsonObject {
                 .is_some_and(|prompts| prompts.len() > 1)
     }
 
+    /// Number of token ids, if `prompt` is a list of them.
+    pub(crate) fn prompt_ids(&self) -> Option<u64> {
+        let inner = self.get("prompt")?.strip_prefix('[')?.trim_start();
+        let ids = inner.starts_with(|first: char| first.is_ascii_digit());
+        ids.then(|| 1 + inner.bytes().filter(|&byte| byte == b',').count() as u64)
+    }
+
     /// The body for an instance that does all of the request: what clients may not send is gone.
     pub(crate) fn plain(&self) -> Bytes {
         if self.field(KV_PARAMS).is_none() {

@@ -20,4 +20,4 @@ mod server;
 mod upstream;
 
 pub use instances::InstanceSpec;
-pub use run::{RouterError, run, serve};
+pub use run::{RouterError, run, serve, upstream_connections};

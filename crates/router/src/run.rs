@@ -5,7 +5,7 @@ use crate::instances::{InstanceSpec, Times};
 use crate::metrics::RouterMetrics;
 use crate::registry::{Registry, probe_all};
 use crate::release::Releaser;
-use crate::server::{Server, is_control};
+use crate::server::{BODY_LIMIT, LARGE_BODIES, Server, is_control};
 use crate::upstream::Upstream;
 use http::Request;
 use hyper::body::Incoming;
@@ -17,10 +17,17 @@ use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 use tokio_util::task::TaskTracker;
 use twinfer_config::RouterConfig;
-use twinfer_http::{BindError, Drain, Listener, Secret, SecretError, ServeOptions};
+use twinfer_http::{
+    BindError, BodyRoom, Drain, Listener, OWN_DESCRIPTORS, Secret, SecretError, ServeOptions,
+};
 
 /// At the end, releases that are under way have this long.
 const LAST_RELEASES: Duration = Duration::from_secs(2);
+
+/// Connections to instances that a router may have: one per request in flight, and as many idle ones.
+pub const fn upstream_connections(max_inflight: u32) -> u64 {
+    2 * max_inflight as u64
+}
 
 /// Why the router does not run.
 #[derive(Debug, thiserror::Error)]
@@ -98,7 +105,11 @@ async fn start(
 
     let metrics = Arc::new(RouterMetrics::new());
     let registry = Arc::new(Registry::new(specs, config.policy, &metrics));
-    let upstream = Upstream::new(times.connect, peer_key.as_ref());
+    let upstream = Upstream::new(
+        times.connect,
+        config.max_inflight as usize,
+        peer_key.as_ref(),
+    );
     let tasks = TaskTracker::new();
     let releaser = Releaser {
         registry: Arc::clone(&registry),
@@ -121,7 +132,7 @@ async fn start(
         shared,
         drain: drain.clone(),
         client_key,
-        max_body_bytes: config.max_body_bytes,
+        bodies: BodyRoom::new(LARGE_BODIES, config.max_body_bytes, BODY_LIMIT),
     });
     let service = tower::service_fn(move |request: Request<Incoming>| {
         let server = Arc::clone(&server);
@@ -130,7 +141,8 @@ async fn start(
     let options = ServeOptions {
         is_control,
         ..ServeOptions::default()
-    };
+    }
+    .with_reserve(upstream_connections(config.max_inflight) + OWN_DESCRIPTORS);
     on_ready(addr);
     tokio::select! {
         () = twinfer_http::serve(listener, service, options, drain) => {}

@@ -15,13 +15,15 @@ use std::sync::Arc;
 use std::time::Duration;
 use twinfer_config::WithoutPrefill;
 use twinfer_http::{
-    Drain, METRICS_CONTENT_TYPE, Secret, check_bearer, check_content_type, error_response,
-    read_body,
+    BodyRoom, Drain, METRICS_CONTENT_TYPE, Secret, check_bearer, check_content_type, error_response,
 };
 use twinfer_protocol::{ApiError, ErrorKind, Role};
 
 /// For the body of a request to arrive.
-const BODY_LIMIT: Duration = Duration::from_secs(60);
+pub(crate) const BODY_LIMIT: Duration = Duration::from_secs(60);
+/// Bodies of the greatest length that requests may hold at the same time, until their answers begin. What
+/// goes to an instance is made of one and takes as much again.
+pub(crate) const LARGE_BODIES: u32 = 8;
 /// Bodies above this are cut on a thread of their own, so that others do not wait for it.
 const INLINE: usize = 1 << 20;
 
@@ -30,7 +32,7 @@ pub(crate) struct Server {
     pub(crate) shared: Arc<Shared>,
     pub(crate) drain: Drain,
     pub(crate) client_key: Option<Secret>,
-    pub(crate) max_body_bytes: u64,
+    pub(crate) bodies: BodyRoom,
 }
 
 /// A route. Names are labels of metrics.
@@ -183,13 +185,12 @@ impl Server {
         let permit = Permit::take(&self.shared)?;
         let (parts, body) = request.into_parts();
         check_content_type(&parts.headers)?;
-        let bytes = read_body(&parts.headers, body, self.max_body_bytes, BODY_LIMIT)
-            .await
-            .inspect_err(|error| {
-                if error.kind == ErrorKind::PayloadTooLarge {
-                    tracing::warn!(path = route.path(), %error, "body refused");
-                }
-            })?;
+        let read = self.bodies.read(&parts.headers, body).await;
+        let (bytes, room) = read.inspect_err(|error| {
+            if error.kind == ErrorKind::PayloadTooLarge {
+                tracing::warn!(path = route.path(), %error, "body refused");
+            }
+        })?;
         let object = if bytes.len() > INLINE {
             let cut = tokio::task::spawn_blocking(move || JsonObject::parse(bytes)).await;
             cut.map_err(|_| ApiError::new(ErrorKind::Internal, "the body could not be read"))??
@@ -202,10 +203,39 @@ impl Server {
             path: route.path(),
             model: self.model(&object)?,
             object,
+            _room: room,
             headers: parts.headers,
             generates: matches!(route, Route::Completions | Route::Chat),
         };
+        self.check_length(&ask)?;
         Ok(Exchange::run(Arc::clone(&self.shared), id, ask, permit).await)
+    }
+
+    /// A prompt of ids that no pair takes whole is not computed for nothing: decode, which would refuse it,
+    /// is asked last. The length of a text is not known here.
+    fn check_length(&self, ask: &Ask) -> Result<(), ApiError> {
+        let table = self.shared.registry.table();
+        let Some(pools) = table.models.get(&ask.model) else {
+            return Ok(());
+        };
+        if !ask.generates || !pools.has_pair() || !pools.both.is_empty() {
+            return Ok(());
+        }
+        let (Some(limit), Some(prompt)) = (pools.pair_limit, ask.object.prompt_ids()) else {
+            return Ok(());
+        };
+        let output = ask.object.get("max_tokens");
+        let output = output.and_then(|text| text.parse::<u64>().ok());
+        let total = prompt.saturating_add(output.unwrap_or(1).max(1));
+        if total <= limit {
+            return Ok(());
+        }
+        let message = format!(
+            "this model's maximum context length is {limit} tokens, input and output together; {total} were \
+             requested: {prompt} in the prompt, {} for the output",
+            total - prompt
+        );
+        Err(ApiError::new(ErrorKind::ContextLengthExceeded, message).with_param("prompt"))
     }
 
     /// The model that a body names; the only one that is served if it names none.

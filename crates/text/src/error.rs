@@ -37,6 +37,12 @@ pub enum TextError {
     /// The tokenizer library refused a text.
     #[error("the text cannot be tokenised: {0}")]
     Encode(String),
+    /// A text that has more tokens than may be.
+    #[error("the text has more than {limit} tokens")]
+    TooLong {
+        /// Tokens that may be.
+        limit: usize,
+    },
     /// A stop string that can never or always match.
     #[error("stop string {index} is empty; a stop string has at least one character")]
     EmptyStop {
@@ -84,6 +90,7 @@ impl From<TextError> for ApiError {
             TextError::UnknownToken { .. } | TextError::Encode(_) | TextError::EmptyStop { .. } => {
                 ErrorKind::InvalidRequest
             }
+            TextError::TooLong { .. } => ErrorKind::ContextLengthExceeded,
             TextError::Read { .. } | TextError::Missing { .. } | TextError::Invalid { .. } => {
                 ErrorKind::Internal
             }

@@ -14,6 +14,12 @@ const MAX_VOCAB: u32 = 1 << 22;
 /// More tokens than this beside the vocabulary are refused: the library's automaton of them would take
 /// memory and seconds without bound.
 const MAX_ADDED: usize = 1 << 16;
+/// Normalisers may shorten a text before it is tokenised, but not to less than this part.
+const SHORTENED: usize = 2;
+/// Bytes of text per allowed token that are tokenised in any case; of a longer text that much is tried.
+const TRIED_BYTES: usize = 16;
+/// Tokens by which a text's beginning, taken alone, may have more than the same place in the whole.
+const SEAM: usize = 1024;
 
 /// A model's tokenizer: `tokenizer.json`, with the special tokens of `tokenizer_config.json` and the
 /// end-of-sequence ids of `generation_config.json` or `config.json`.
@@ -21,6 +27,8 @@ const MAX_ADDED: usize = 1 << 16;
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
     table: TokenBytes,
+    /// Bytes of the longest token.
+    longest: usize,
     id_limit: u32,
     /// Rows of the model's embedding, if config.json tells.
     rows: Option<u32>,
@@ -98,6 +106,7 @@ impl Tokenizer {
             rows,
             hash: hex(&hash.finalize()[..16]),
             inner,
+            longest: table.longest(),
             table,
             bos_token,
             eos_token,
@@ -121,6 +130,29 @@ impl Tokenizer {
             .encode_fast(text, add_special)
             .map_err(|e| TextError::Encode(e.to_string()))?;
         Ok(encoding.get_ids().to_vec())
+    }
+
+    /// [`Self::encode`] for texts of strangers. The library takes a hundred bytes of memory per byte of
+    /// text; one that cannot have as few as `limit` tokens is refused before that. One that has a few
+    /// more may pass: the caller counts.
+    ///
+    /// # Errors
+    /// [`TextError::TooLong`], and those of [`Self::encode`].
+    pub fn encode_bounded(
+        &self,
+        text: &str,
+        add_special: bool,
+        limit: usize,
+    ) -> Result<Vec<TokenId>, TextError> {
+        let most = limit.saturating_mul(self.longest).saturating_mul(SHORTENED);
+        if text.len() > most {
+            return Err(TextError::TooLong { limit });
+        }
+        let tried = text.floor_char_boundary(limit.saturating_mul(TRIED_BYTES));
+        if text.len() / 2 > tried && self.encode(&text[..tried], false)?.len() > limit + SEAM {
+            return Err(TextError::TooLong { limit });
+        }
+        self.encode(text, add_special)
     }
 
     /// Text of the ids; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves out special

@@ -15,14 +15,14 @@ use tokio::sync::Semaphore;
 use tokio_util::task::TaskTracker;
 use twinfer_config::ServeConfig;
 use twinfer_engine::RequestId;
-use twinfer_http::{Drain, Secret, check_bearer};
+use twinfer_http::{BodyRoom, Drain, Secret, check_bearer};
 use twinfer_protocol::{ApiError, Epoch, ErrorKind, InstanceCard};
 use twinfer_text::{ChatTemplate, Tokenizer};
 
 /// Requests whose text is being parsed, rendered or tokenised at the same time.
-const PREPARED_AT_ONCE: usize = 4;
+pub(crate) const PREPARED_AT_ONCE: u32 = 4;
 /// Bodies of the greatest length that may be read or prepared at the same time.
-const LARGE_BODIES: u64 = 4;
+const LARGE_BODIES: u32 = 4;
 /// Longest time a request's body may take to arrive.
 pub(crate) const BODY_TIME: Duration = Duration::from_secs(60);
 
@@ -40,8 +40,7 @@ pub(crate) struct App {
     pub(crate) metrics: InstanceMetrics,
     /// Bounds the CPU work of preparing requests beside the engine's.
     pub(crate) preparing: Arc<Semaphore>,
-    /// Room for bodies, in KiB.
-    pub(crate) bodies: Arc<Semaphore>,
+    pub(crate) bodies: BodyRoom,
     pub(crate) tasks: TaskTracker,
     progress: Mutex<LoadProgress>,
     instance: OnceLock<Arc<Instance>>,
@@ -77,11 +76,8 @@ impl App {
         drain: Drain,
     ) -> Self {
         let metrics = InstanceMetrics::new(&settings.model_name);
-        let room = LARGE_BODIES * config.max_body_bytes.div_ceil(1024);
         Self {
-            bodies: Arc::new(Semaphore::new(
-                usize::try_from(room).unwrap_or(Semaphore::MAX_PERMITS),
-            )),
+            bodies: BodyRoom::new(LARGE_BODIES, config.max_body_bytes, BODY_TIME),
             config,
             settings,
             name,
@@ -91,7 +87,7 @@ impl App {
             peer_key: keys.1,
             drain,
             metrics,
-            preparing: Arc::new(Semaphore::new(PREPARED_AT_ONCE)),
+            preparing: Arc::new(Semaphore::new(PREPARED_AT_ONCE as usize)),
             tasks: TaskTracker::new(),
             progress: Mutex::default(),
             instance: OnceLock::new(),

@@ -26,5 +26,5 @@ pub use error::{ExitClass, ServeError};
 pub use load::{LoadProgress, Model};
 pub use logprobs::{Scored, finite as finite_logprob, prompt as prompt_logprobs};
 pub use model::{check_model_config, load_model};
-pub use serve::{Hooks, Ready, pin_process, serve, serve_with};
+pub use serve::{Hooks, PEER_CONNECTIONS, Ready, pin_process, serve, serve_with};
 pub use settings::validate;

@@ -12,6 +12,7 @@ use twinfer_protocol::openai::{
     ChatRequest, Common, CompletionRequest, Fields, Prompt, kv_transfer_params, shown,
 };
 use twinfer_protocol::{ApiError, ErrorKind, KvTransferParams, Role, TokenId};
+use twinfer_text::TextError;
 
 /// `max_tokens` of completions that say nothing.
 const COMPLETION_TOKENS: u32 = 16;
@@ -60,8 +61,12 @@ pub(crate) fn prepare(
     caller: Caller,
 ) -> Result<Prepared, ApiError> {
     let fields = Fields::parse(body)?;
-    let params = kv_transfer_params(&fields)?;
-    let leg = leg(instance, params, caller)?;
+    let name = "kv_transfer_params";
+    if !caller.peer && fields.raw(name).is_some() {
+        let message = "kv_transfer_params are taken from peers only: present the peer key";
+        return Err(ApiError::new(ErrorKind::KvParamsForbidden, message).with_param(name));
+    }
+    let leg = leg(instance, kv_transfer_params(&fields)?)?;
     match kind {
         Kind::Completion => completion(instance, &fields, leg),
         Kind::Chat => chat(instance, &fields, leg),
@@ -84,10 +89,11 @@ pub(crate) fn check_model(instance: &Instance, model: Option<&str>) -> Result<()
     }
 }
 
-/// Token ids of a chat.
+/// Token ids of a chat of at most about `limit` tokens.
 pub(crate) fn render(
     instance: &Instance,
     chat: ChatRequest,
+    limit: usize,
 ) -> Result<(Common, Vec<TokenId>), ApiError> {
     let ChatRequest {
         common,
@@ -107,25 +113,36 @@ pub(crate) fn render(
         tools.as_ref(),
         Some(&kwargs),
     )?;
-    Ok((
-        common,
-        instance.tokenizer.encode(&text, add_special_tokens)?,
-    ))
+    let tokenizer = &instance.tokenizer;
+    let ids = tokenizer.encode_bounded(&text, add_special_tokens, limit);
+    Ok((common, ids.map_err(|e| too_many(instance, e, "messages"))?))
 }
 
-fn leg(
-    instance: &Instance,
-    params: Option<KvTransferParams>,
-    caller: Caller,
-) -> Result<Leg, ApiError> {
+/// The same words for a prompt that was not tokenised to its end as for one that was.
+pub(crate) fn too_many(instance: &Instance, error: TextError, param: &str) -> ApiError {
+    match error {
+        TextError::TooLong { limit } => {
+            let message = format!(
+                "this model's maximum context length is {} tokens, input and output together; \
+                 the prompt has more than {limit}",
+                instance.card.limits.max_model_len
+            );
+            ApiError::new(ErrorKind::ContextLengthExceeded, message).with_param(param)
+        }
+        other => other.into(),
+    }
+}
+
+/// Prompt tokens that a request can use, and no more are made of its text.
+fn context(instance: &Instance) -> usize {
+    instance.card.limits.max_model_len as usize
+}
+
+fn leg(instance: &Instance, params: Option<KvTransferParams>) -> Result<Leg, ApiError> {
     let name = "kv_transfer_params";
     let role = instance.card.role;
     let leg = match params {
         None => Leg::Plain,
-        Some(_) if !caller.peer => {
-            let message = "kv_transfer_params are taken from peers only: present the peer key";
-            return Err(ApiError::new(ErrorKind::KvParamsForbidden, message).with_param(name));
-        }
         Some(params) => match (params.do_remote_decode, params.do_remote_prefill) {
             (false, false) => Leg::Plain,
             (true, true) => {
@@ -178,7 +195,7 @@ fn chat(instance: &Instance, fields: &Fields<'_>, leg: Leg) -> Result<Prepared, 
         // As prefill rendered them: never twice.
         Some(ids) => (chat.common, ids),
         None => {
-            let (common, ids) = render(instance, chat)?;
+            let (common, ids) = render(instance, chat, context(instance))?;
             (common, ids.into())
         }
     };
@@ -229,10 +246,11 @@ fn tokenise(
     let (ids, text) = match (known, prompt) {
         (Some(ids), Prompt::Text(text)) => (ids, Some(text)),
         (Some(ids), Prompt::Ids(_)) => (ids, None),
-        (None, Prompt::Text(text)) => (
-            tokenizer.encode(&text, add_special_tokens)?.into(),
-            Some(text),
-        ),
+        (None, Prompt::Text(text)) => {
+            let ids = tokenizer.encode_bounded(&text, add_special_tokens, context(instance));
+            let ids = ids.map_err(|e| too_many(instance, e, "prompt"))?;
+            (ids.into(), Some(text))
+        }
         (None, Prompt::Ids(ids)) => (ids.into(), None),
     };
     let echo = match (echo, text) {

@@ -1,8 +1,8 @@
 //! The routes of an instance.
 
-use crate::app::{App, BODY_TIME, Caller, Instance, unix_seconds};
+use crate::app::{App, BODY_TIME, Caller, Instance, PREPARED_AT_ONCE, unix_seconds};
 use crate::ids::RequestName;
-use crate::prepare::{Kind, Leg, Prepared, check_model, prepare, render};
+use crate::prepare::{Kind, Leg, Prepared, check_model, prepare, render, too_many};
 use crate::respond::{Answer, json};
 use axum::Router;
 use axum::body::Body;
@@ -11,25 +11,22 @@ use axum::extract::{Path, Request, State};
 use axum::response::Response;
 use axum::routing::{get, post};
 use bytes::Bytes;
-use http::header::{CONTENT_LENGTH, CONTENT_TYPE};
+use http::header::CONTENT_TYPE;
 use http::{HeaderMap, HeaderValue};
 use serde_json::{Value, json as value};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Instant;
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::timeout;
 use twinfer_http::{
-    ClientAddr, METRICS_CONTENT_TYPE, check_content_type, error_response, parse_json, read_body,
-    with_fallbacks,
+    ClientAddr, METRICS_CONTENT_TYPE, RoomShare, check_content_type, error_response, parse_json,
+    read_body, with_fallbacks,
 };
 use twinfer_protocol::openai::{ChatRequest, Fields, ModelCard, ModelList, Prompt};
 use twinfer_protocol::{ApiError, ErrorKind, KvRelease, LoadReport, TokenId};
 
 /// Completions with bodies up to this many bytes are prepared on the spot.
 const INLINE_BYTES: usize = 4 << 10;
-/// Bodies up to this many bytes are read whatever else is being read.
-const SMALL_BODY: u64 = 64 << 10;
 /// Picks a rank of the instance (vLLM's name).
 const RANK_HEADER: &str = "x-data-parallel-rank";
 /// Body of `POST /twinfer/kv/release`.
@@ -74,7 +71,10 @@ async fn generate(app: &Arc<App>, kind: Kind, request: Request) -> Result<Respon
         prepare(&instance, kind, &body, caller)?
     } else {
         let (instance, body) = (Arc::clone(&instance), body.clone());
-        off_thread(app, move || prepare(&instance, kind, &body, caller)).await?
+        off_thread(app, body.len(), move || {
+            prepare(&instance, kind, &body, caller)
+        })
+        .await?
     };
     drop((body, room));
     let prefix = match kind {
@@ -169,7 +169,7 @@ async fn tokenize(State(app): State<Arc<App>>, request: Request) -> Response {
         } = begin(&app, request).await?;
         let (tokens, strings) = {
             let instance = Arc::clone(&instance);
-            off_thread(&app, move || tokens_of(&instance, &body)).await?
+            off_thread(&app, body.len(), move || tokens_of(&instance, &body)).await?
         };
         json(&value!({
             "count": tokens.len(),
@@ -190,11 +190,13 @@ fn tokens_of(
     check_model(instance, fields.string("model")?.as_deref())?;
     let tokenizer = &instance.tokenizer;
     let tokens = if fields.raw("messages").is_some() {
-        render(instance, ChatRequest::read(&fields)?)?.1
+        render(instance, ChatRequest::read(&fields)?, countable(instance))?.1
     } else {
         let special = fields.boolean("add_special_tokens")?.unwrap_or(true);
         match Prompt::read_all(&fields)?.as_slice() {
-            [Prompt::Text(text)] => tokenizer.encode(text, special)?,
+            [Prompt::Text(text)] => tokenizer
+                .encode_bounded(text, special, countable(instance))
+                .map_err(|e| too_many(instance, e, "prompt"))?,
             _ => {
                 return Err(ApiError::invalid(
                     "prompt",
@@ -215,6 +217,12 @@ fn tokens_of(
     Ok((tokens, strings))
 }
 
+/// Tokens that `/tokenize` and `/detokenize` take: some more than a prompt may have, so that one that is
+/// too long can be counted.
+fn countable(instance: &Instance) -> usize {
+    4 * instance.card.limits.max_model_len as usize
+}
+
 async fn detokenize(State(app): State<Arc<App>>, request: Request) -> Response {
     let run = async {
         let Begun {
@@ -223,7 +231,7 @@ async fn detokenize(State(app): State<Arc<App>>, request: Request) -> Response {
             room: _room,
             ..
         } = begin(&app, request).await?;
-        let text = off_thread(&app, move || {
+        let text = off_thread(&app, body.len(), move || {
             let fields = Fields::parse(&body)?;
             check_model(&instance, fields.string("model")?.as_deref())?;
             let Some(ids) = fields.token_ids("tokens")? else {
@@ -232,6 +240,11 @@ async fn detokenize(State(app): State<Arc<App>>, request: Request) -> Response {
                     "tokens is missing; a list of token ids is expected",
                 ));
             };
+            let most = countable(&instance);
+            if ids.len() > most {
+                let message = format!("tokens has {} ids; at most {most} are allowed", ids.len());
+                return Err(ApiError::invalid("tokens", message));
+            }
             instance
                 .tokenizer
                 .check_ids(&ids)
@@ -313,8 +326,8 @@ struct Begun {
     instance: Arc<Instance>,
     headers: HeaderMap,
     body: Bytes,
-    /// The body's share of what all bodies may take; none for a small one.
-    room: Option<OwnedSemaphorePermit>,
+    /// The body's share of what all bodies may take.
+    room: RoomShare,
 }
 
 /// Key, readiness, rank, content type and body, in this order.
@@ -324,8 +337,7 @@ async fn begin(app: &App, request: Request) -> Result<Begun, ApiError> {
     let (parts, body) = request.into_parts();
     check_rank(&parts.headers, instance.card.ranks)?;
     check_content_type(&parts.headers)?;
-    let room = room(app, &parts.headers).await?;
-    let body = read_body(&parts.headers, body, app.config.max_body_bytes, BODY_TIME).await?;
+    let (body, room) = app.bodies.read(&parts.headers, body).await?;
     Ok(Begun {
         caller,
         instance,
@@ -356,38 +368,26 @@ fn check_rank(headers: &HeaderMap, ranks: u32) -> Result<(), ApiError> {
     }
 }
 
-/// Waits until the body has room beside the others that are being read or prepared. One without a
-/// length may become as large as is allowed.
-async fn room(app: &App, headers: &HeaderMap) -> Result<Option<OwnedSemaphorePermit>, ApiError> {
-    let declared = headers
-        .get(CONTENT_LENGTH)
-        .and_then(|v| v.to_str().ok()?.parse::<u64>().ok());
-    let bytes = declared.unwrap_or(app.config.max_body_bytes);
-    // A longer one is refused without being read.
-    if bytes <= SMALL_BODY || bytes > app.config.max_body_bytes {
-        return Ok(None);
-    }
-    let kilobytes = u32::try_from(bytes.div_ceil(1024)).unwrap_or(u32::MAX);
-    let room = Arc::clone(&app.bodies).acquire_many_owned(kilobytes);
-    match timeout(BODY_TIME, room).await {
-        Ok(Ok(room)) => Ok(Some(room)),
-        _ => Err(ApiError::new(
-            ErrorKind::Overloaded,
-            "too many large requests are being read",
-        )),
-    }
-}
-
-/// Runs CPU work on a blocking thread, few at a time.
+/// Runs CPU work for a body of `bytes` on a blocking thread, little at a time.
 async fn off_thread<T: Send + 'static>(
     app: &App,
+    bytes: usize,
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {
-    let closed = |_| ApiError::new(ErrorKind::Draining, "the instance is shutting down");
-    let permit = Arc::clone(&app.preparing)
-        .acquire_owned()
-        .await
-        .map_err(closed)?;
+    // Memory grows with the text: the largest are prepared alone.
+    let share = u32::try_from(1 + (bytes >> 20)).unwrap_or(u32::MAX);
+    let place = Arc::clone(&app.preparing).acquire_many_owned(share.min(PREPARED_AT_ONCE));
+    let permit = match timeout(BODY_TIME, place).await {
+        Ok(Ok(permit)) => permit,
+        Ok(Err(_)) => {
+            let message = "the instance is shutting down";
+            return Err(ApiError::new(ErrorKind::Draining, message));
+        }
+        Err(_) => {
+            let message = "too many large requests are being prepared";
+            return Err(ApiError::new(ErrorKind::Overloaded, message));
+        }
+    };
     let work = tokio::task::spawn_blocking(move || {
         let _permit = permit;
         work()

@@ -4,6 +4,7 @@ use crate::app::{App, Instance};
 use crate::engine::{EngineHandle, EngineParts, Fetch, panic_text, run};
 use crate::handoff::{
     BindError, Exporter, ExporterConfig, Importer, ImporterConfig, KvListener, Peer, PeerKey,
+    RENEWALS,
 };
 use crate::kv::{Fetcher, Handoff};
 use crate::load::{LoadProgress, Model, WarmEngine, warm_up};
@@ -19,7 +20,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use twinfer_config::{FlagError, ServeConfig};
 use twinfer_engine::KvGeometry;
-use twinfer_http::{Drain, DrainState, Host, Listener, Secret, ServeOptions};
+use twinfer_http::{Drain, DrainState, Host, Listener, OWN_DESCRIPTORS, Secret, ServeOptions};
 use twinfer_protocol::{Epoch, Fingerprint, InstanceCard, Limits, Role};
 use twinfer_sys::BlockArena;
 use twinfer_text::{ChatTemplate, Tokenizer};
@@ -30,8 +31,10 @@ const FAREWELL: Duration = Duration::from_secs(2);
 const ENGINE_STOP: Duration = Duration::from_secs(3);
 /// Other tasks get this long to end.
 const TASKS_STOP: Duration = Duration::from_secs(2);
-/// Renewals per lease.
-const RENEWALS: u32 = 6;
+
+/// Connections of an instance's KV channel, at most: of peers that have proved their key and of those
+/// that have not yet, and its own to others, idle ones included.
+pub const PEER_CONNECTIONS: u64 = 512;
 
 /// What a caller hears of an instance that starts.
 pub struct Hooks {
@@ -157,7 +160,7 @@ where
     let http = twinfer_http::serve(
         listener,
         routes::router(Arc::clone(&app)),
-        ServeOptions::default(),
+        ServeOptions::default().with_reserve(PEER_CONNECTIONS + OWN_DESCRIPTORS),
         drain.clone(),
     );
     let http = app.tasks.spawn(http);

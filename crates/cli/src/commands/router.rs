@@ -14,8 +14,10 @@ pub(crate) fn run(args: RouterArgs) -> Outcome {
     // The router refuses values that are no durations before it serves.
     let seconds = |value| Duration::try_from_secs_f64(value).unwrap_or_default();
     let (settle, deadline) = (seconds(config.drain_settle), seconds(config.drain_timeout));
-    // The client's connection, and one to an instance.
-    runtime::make_room(2 * u64::from(config.max_inflight))?;
+    runtime::make_room(
+        u64::from(config.max_inflight),
+        twinfer_router::upstream_connections(config.max_inflight),
+    )?;
     let runtime = runtime::several()?;
     let served = runtime.block_on(async {
         let drain = Drain::new();

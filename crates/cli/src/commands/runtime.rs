@@ -6,6 +6,7 @@ use std::time::Duration;
 use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
+use twinfer_http::{MAX_CONNECTIONS, OWN_DESCRIPTORS};
 
 /// All on the calling thread: enough where little happens, and what starts processes must not move
 /// between threads, since the kernel ties a child's life to the thread that started it.
@@ -58,22 +59,21 @@ impl StopSignals {
     }
 }
 
-/// Descriptors of a process beside its connections: files, sockets, event queues.
-const OWN_DESCRIPTORS: u64 = 128;
-
-/// Raises the limit of open files (`ulimit -n`) to what `connections` take, as far as the system lets
-/// it; what serves almost nobody does not start.
-pub(crate) fn make_room(connections: u64) -> Result<(), Failure> {
-    let needed = connections.saturating_add(OWN_DESCRIPTORS);
+/// Raises the limit of open files (`ulimit -n`), as far as the system lets it, to what `peers`
+/// connections to instances take beside those of clients: of `clients` that are served, and of as many
+/// idle ones as a listener takes. What serves almost nobody does not start.
+pub(crate) fn make_room(clients: u64, peers: u64) -> Result<(), Failure> {
+    let own = peers.saturating_add(OWN_DESCRIPTORS);
+    let needed = own.saturating_add(clients);
+    let wanted = own.saturating_add(clients.max(MAX_CONNECTIONS as u64));
     let mut limit = getrlimit(Resource::Nofile);
     // None is no limit.
-    let enough = |limit: Option<u64>| limit.is_none_or(|limit| limit >= needed);
-    if enough(limit.current) {
+    if limit.current.is_none_or(|limit| limit >= wanted) {
         return Ok(());
     }
     let raised = match limit.maximum {
-        Some(most) => most.min(needed),
-        None => needed,
+        Some(most) => most.min(wanted),
+        None => wanted,
     };
     limit.current = Some(raised);
     let refused = setrlimit(Resource::Nofile, limit).is_err();

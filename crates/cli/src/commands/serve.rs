@@ -4,7 +4,7 @@ use crate::exit::{Code, Failure, Outcome};
 use crate::{logging, output, progress};
 use std::net::SocketAddr;
 use twinfer_http::Drain;
-use twinfer_worker::{ExitClass, Hooks, LoadProgress, ServeError, pin_process};
+use twinfer_worker::{ExitClass, Hooks, LoadProgress, PEER_CONNECTIONS, ServeError, pin_process};
 
 pub(crate) fn run(args: ServeArgs) -> Outcome {
     let mut config = args.config;
@@ -29,7 +29,8 @@ pub(crate) fn run(args: ServeArgs) -> Outcome {
         on_ready: Box::new(move |_| bar.finish()),
         signals: true,
     };
-    runtime::make_room(u64::from(config.max_num_seqs) + u64::from(config.max_waiting))?;
+    let clients = u64::from(config.max_num_seqs) + u64::from(config.max_waiting);
+    runtime::make_room(clients, PEER_CONNECTIONS)?;
     let runtime = runtime::several()?;
     let served = runtime.block_on(twinfer_worker::serve(config, Drain::new(), hooks));
     // A failure's message must not stand beside a bar.

@@ -70,6 +70,41 @@ fn flags_are_passed_on_and_read_back() {
 }
 
 #[test]
+fn the_lease_of_the_file_reaches_both_ends_of_the_handoff() {
+    let plan = plan(&pair("", "", "handoff: {lease: 3}"), 2).unwrap();
+    for instance in &plan.instances {
+        let line = crate::shell_line(&instance.command);
+        assert!(line.contains("--kv-lease 3"), "{line}");
+    }
+}
+
+#[test]
+fn prefill_takes_no_longer_prompts_than_decode() {
+    for (p, d, expected) in [
+        ("", "", None),
+        ("", ", max-model-len: 1000", Some("--max-model-len 1000")),
+        (
+            ", max-model-len: 2000",
+            ", max-model-len: 1000",
+            Some("--max-model-len 1000"),
+        ),
+        (
+            ", max-model-len: 500",
+            ", max-model-len: 1000",
+            Some("--max-model-len 500"),
+        ),
+        (", max-model-len: 500", "", Some("--max-model-len 500")),
+    ] {
+        let plan = plan(&pair(p, d, ""), 2).unwrap();
+        let line = crate::shell_line(&plan.instances[0].command);
+        match expected {
+            Some(expected) => assert!(line.contains(expected), "{line}"),
+            None => assert!(!line.contains("--max-model-len"), "{line}"),
+        }
+    }
+}
+
+#[test]
 fn an_ipv6_node_gets_brackets_in_urls() {
     let text = pair("", "", "nodes: [{name: local, host: \"::1\"}]");
     let plan = plan(&text, 2).unwrap();

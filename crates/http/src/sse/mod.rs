@@ -4,4 +4,4 @@ mod parser;
 mod writer;
 
 pub use parser::{SseError, SseEvent, SseParser};
-pub use writer::{DONE, comment, error_events, event_stream, json_event, text_event};
+pub use writer::{DONE, error_events, event_stream, json_event};

@@ -20,34 +20,6 @@ pub fn json_event<T: Serialize + ?Sized>(value: &T) -> Bytes {
     out.freeze()
 }
 
-/// An event with text, one `data` line for each of its lines.
-pub fn text_event(text: &str) -> Bytes {
-    let mut out = BytesMut::with_capacity(text.len() + 16);
-    let mut rest = text;
-    loop {
-        let end = rest.find(['\n', '\r']);
-        out.put_slice(b"data: ");
-        out.put_slice(&rest.as_bytes()[..end.unwrap_or(rest.len())]);
-        out.put_u8(b'\n');
-        let Some(end) = end else { break };
-        let line_end = if rest[end..].starts_with("\r\n") {
-            2
-        } else {
-            1
-        };
-        rest = &rest[end + line_end..];
-    }
-    out.put_u8(b'\n');
-    out.freeze()
-}
-
-/// A comment line, which readers ignore; without a blank line, so it belongs to the event behind it.
-/// Line ends in `text` become spaces.
-pub fn comment(text: &str) -> Bytes {
-    let line = text.replace(['\n', '\r'], " ");
-    Bytes::from(format!(": {line}\n"))
-}
-
 /// How a stream ends that failed: an event with the error, then [`DONE`].
 pub fn error_events(error: &ApiError) -> Bytes {
     crate::error::error_events(error)

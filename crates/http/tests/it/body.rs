@@ -68,7 +68,7 @@ async fn a_client_that_leaves_a_stream_abandons_its_body_even_if_nothing_is_sent
         let ends = ends.clone();
         async move {
             let (feed, events) = mpsc::channel(8);
-            feed.send(sse::text_event("first")).await.unwrap();
+            feed.send(sse::json_event("first")).await.unwrap();
             let body = TrackedBody::new(stream(events), move |end| {
                 drop(feed);
                 ends.try_send(end).unwrap();

@@ -7,6 +7,8 @@ mod client;
 #[cfg(test)]
 mod drain;
 #[cfg(test)]
+mod room;
+#[cfg(test)]
 mod server;
 #[cfg(test)]
 mod sse;

@@ -1,12 +1,17 @@
 use crate::support::{LONG, Server, get, post};
+use crate::tracked::{BodyEnd, TrackedBody};
 use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::Request;
 use axum::response::Response;
 use axum::routing;
+use futures_util::stream;
 use serde_json::{Map, Value};
+use std::convert::Infallible;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::AsyncWriteExt;
+use tokio::sync::Semaphore;
 use twinfer_http::{
     BindError, ClientAddr, HttpError, Listener, ServeOptions, check_content_type, parse_json,
     read_body,
@@ -298,6 +303,57 @@ async fn connections_beyond_the_limit_wait_for_their_turn() {
     assert!(early.is_err(), "served beside the first");
     drop(first);
     assert_eq!(second.answer().await.status, 200);
+}
+
+#[tokio::test]
+async fn idle_connections_make_room_for_others() {
+    let router = Router::new().route("/", routing::get(|| async { Bytes::from_static(b"ok") }));
+    let options = ServeOptions {
+        max_connections: 2,
+        header_timeout: LONG,
+        ..ServeOptions::default()
+    };
+    let server = Server::start(router, options).await;
+    let (mut silent, mut served) = (server.connect().await, server.connect().await);
+    served.send(&get("/")).await;
+    assert_eq!(served.answer().await.status, 200);
+    for _ in 0..5 {
+        let mut next = server.connect().await;
+        next.send(&get("/")).await;
+        assert_eq!(next.answer().await.status, 200);
+    }
+    assert!(silent.rest().await.is_empty());
+}
+
+#[tokio::test]
+async fn a_client_that_stops_reading_is_let_go() {
+    let gone = Arc::new(Semaphore::new(0));
+    let told = Arc::clone(&gone);
+    let handler = move || {
+        let told = Arc::clone(&told);
+        let endless = stream::repeat_with(|| Ok::<_, Infallible>(Bytes::from(vec![0; 1 << 16])));
+        let body = TrackedBody::new(Body::from_stream(endless), move |end| {
+            assert_eq!(end, BodyEnd::Abandoned);
+            told.add_permits(1);
+        });
+        async move { Response::new(Body::new(body)) }
+    };
+    let options = ServeOptions {
+        write_timeout: Duration::from_millis(200),
+        ..ServeOptions::default()
+    };
+    let router = Router::new().route("/", routing::get(handler));
+    let server = Server::start(router, options).await;
+    let mut peer = server.connect().await;
+    peer.send(&get("/")).await;
+    let ended = tokio::time::timeout(LONG, gone.acquire()).await;
+    assert!(ended.is_ok(), "the body is still there");
+    let counted_out = async {
+        while server.drain.in_flight() > 0 {
+            tokio::task::yield_now().await;
+        }
+    };
+    assert!(tokio::time::timeout(LONG, counted_out).await.is_ok());
 }
 
 #[tokio::test]

@@ -2,9 +2,7 @@
 
 use bytes::Bytes;
 use proptest::prelude::*;
-use twinfer_http::sse::{
-    DONE, SseError, SseEvent, SseParser, comment, error_events, json_event, text_event,
-};
+use twinfer_http::sse::{DONE, SseError, SseEvent, SseParser, error_events, json_event};
 use twinfer_protocol::{ApiError, ErrorKind};
 
 /// Events and tail of a stream that arrives in these pieces.
@@ -154,11 +152,7 @@ fn a_whole_event_in_one_chunk_is_not_copied() {
 
 #[test]
 fn what_is_written_is_read_back() {
-    for text in ["", "x", "a\nb", "a\r\nb\r", "\n\n", " lead", "[DONE]"] {
-        let expected = text.replace("\r\n", "\n").replace('\r', "\n");
-        assert_eq!(data(&text_event(text)), [expected], "{text:?}");
-    }
-    let mut stream = comment("i=0 ids=1,2\ndata: injected").to_vec();
+    let mut stream = b": a comment\n".to_vec();
     stream.extend_from_slice(&json_event(
         &serde_json::json!({"text": "a\n\ndata: [DONE]"}),
     ));

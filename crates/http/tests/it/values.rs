@@ -96,23 +96,6 @@ fn bad_addresses_are_named_with_what_is_wrong() {
 }
 
 #[test]
-fn lists_name_the_element_and_refuse_doubles() {
-    let ok = Endpoint::parse_list(&["http://a:1", "http://[::1]:2", "http://a:2"]).unwrap();
-    assert_eq!(ok.len(), 3);
-    for (list, parts) in [
-        (&["http://a:1", ""][..], ["element 2", "empty"]),
-        (&["http://a:1", "b:2"], ["element 2", "scheme"]),
-        (
-            &["http://a:1", "http://b:2", "http://A:1/"],
-            ["element 3", "same as element 1"],
-        ),
-    ] {
-        let error = Endpoint::parse_list(list).unwrap_err().to_string();
-        assert!(parts.iter().all(|p| error.contains(p)), "{error}");
-    }
-}
-
-#[test]
 fn loopback_and_wildcard_are_known() {
     for (text, loopback, wildcard) in [
         ("127.8.8.8", true, false),

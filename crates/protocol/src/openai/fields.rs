@@ -163,6 +163,16 @@ impl<'a> Fields<'a> {
         self.raw(name).map(|raw| token_ids(raw, name)).transpose()
     }
 
+    /// Refuses a field that holds more than `most` values, at whatever depth, before it is read.
+    pub fn check_values(&self, name: &str, most: usize) -> Result<(), ApiError> {
+        match self.raw(name) {
+            Some(raw) if raw.get().len() > most && values(raw.get()) > most => Err(
+                ApiError::invalid(name, format!("{name} has more than {most} values")),
+            ),
+            _ => Ok(()),
+        }
+    }
+
     /// Refuses a field unless it is absent, null or one of the `harmless` JSON texts.
     pub fn refuse(&self, name: &str, harmless: &[&str], why: &str) -> Result<(), ApiError> {
         match self.raw(name) {
@@ -173,6 +183,21 @@ impl<'a> Fields<'a> {
             _ => Ok(()),
         }
     }
+}
+
+/// Values and keys of a JSON text, about: what stands between commas, colons and brackets.
+fn values(json: &str) -> usize {
+    let (mut count, mut quoted, mut escaped) = (1, false, false);
+    for byte in json.bytes() {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' => escaped = true,
+            b'"' => quoted = !quoted,
+            b',' | b':' | b'[' | b'{' if !quoted => count += 1,
+            _ => {}
+        }
+    }
+    count
 }
 
 /// The beginning of a value for an error message.

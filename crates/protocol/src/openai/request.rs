@@ -11,6 +11,8 @@ pub const MAX_N: u32 = 128;
 const MAX_MESSAGES: usize = 16_384;
 /// Most parts of one message's content.
 const MAX_PARTS: usize = 4096;
+/// Most JSON values in one field that the chat template sees: each takes memory of its own.
+const MAX_VALUES: usize = 1 << 18;
 
 /// Longest `cache_salt`, in bytes.
 const MAX_SALT_BYTES: usize = 1024;
@@ -119,8 +121,6 @@ pub struct Common {
     pub prompt_logprobs: Option<u32>,
     /// `cache_salt`: only requests of the same salt share cached prefixes; not empty.
     pub cache_salt: Option<String>,
-    /// `kv_transfer_params`.
-    pub kv_transfer_params: Option<KvTransferParams>,
     /// `request_id`, vLLM's way to name a request in the body.
     pub request_id: Option<String>,
     /// `return_token_ids`: token ids of prompt and output in the answer.
@@ -211,7 +211,6 @@ impl Common {
             logprobs,
             prompt_logprobs: prompt_logprobs(fields, stream)?,
             cache_salt: cache_salt(fields)?,
-            kv_transfer_params: kv_transfer_params(fields)?,
             request_id: fields.string("request_id")?,
             return_token_ids: fields.boolean("return_token_ids")?.unwrap_or(false),
         })
@@ -257,6 +256,15 @@ impl ChatRequest {
     pub fn read(fields: &Fields<'_>) -> Result<Self, ApiError> {
         for (name, harmless, why) in UNSUPPORTED_CHAT {
             fields.refuse(name, harmless, why)?;
+        }
+        for name in [
+            "messages",
+            "tools",
+            "tool_choice",
+            "documents",
+            "chat_template_kwargs",
+        ] {
+            fields.check_values(name, MAX_VALUES)?;
         }
         let wanted = fields.boolean("logprobs")?.unwrap_or(false);
         let top = fields.integer("top_logprobs", 0..=i64::from(MAX_LOGPROBS))?;
@@ -544,6 +552,21 @@ mod tests {
         }
         let fields = Fields::parse(br#"{"kv_transfer_params":{"remote_port":7100,"x":[]}}"#);
         assert!(kv_transfer_params(&fields.unwrap()).unwrap().is_some());
+    }
+
+    #[test]
+    fn a_field_of_very_many_values_is_refused_before_it_is_read() {
+        let many = format!("[{}0]", "0,".repeat(MAX_VALUES));
+        let text = many.replace('[', "").replace(']', "");
+        for (name, value) in [
+            ("chat_template_kwargs", format!(r#"{{"x":{many}}}"#)),
+            ("documents", format!(r#"[{{"x":{many}}}]"#)),
+        ] {
+            let error = chat(&format!(r#","{name}":{value}"#)).unwrap_err();
+            assert_eq!(error.param.as_deref(), Some(name));
+        }
+        let long = format!(r#","documents":[{{"text":"\"{text}"}}]"#);
+        assert!(chat(&long).is_ok(), "a long text is one value");
     }
 
     fn param<T: std::fmt::Debug>(result: Result<T, ApiError>) -> String {

@@ -1,7 +1,7 @@
 //! One request: executes what the state machine says. Dropping it at any point is the client's leave.
 
 use super::legs::{Answer, Started};
-use super::pull::{Do, Event, Failure, PullFlow, Way};
+use super::pull::{Do, Event, Failure, PullFlow, Spare, Way};
 use crate::answer::{LegError, Refusal, RouterBody};
 use crate::body::JsonObject;
 use crate::headers::{RequestId, mark_instances, strip_hop_by_hop};
@@ -18,6 +18,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use tokio::time::Instant;
 use twinfer_config::WithoutPrefill;
+use twinfer_http::RoomShare;
 use twinfer_protocol::{ApiError, ErrorKind};
 
 /// What all requests share.
@@ -41,6 +42,8 @@ pub(crate) struct Ask {
     /// Path at the instances.
     pub(crate) path: &'static str,
     pub(crate) object: JsonObject,
+    /// The body's share of what all bodies may take.
+    pub(crate) _room: RoomShare,
     pub(crate) model: String,
     /// Headers of the client.
     pub(crate) headers: HeaderMap,
@@ -103,8 +106,14 @@ impl Exchange {
             return Refusal::Own(shared.registry.unknown_model(&ask.model)).into_response();
         };
         let (way, decision) = shared.way(&ask, pools);
-        let whole_may_help = way == Way::Pair && !shared.whole(&ask, pools).is_empty();
-        let (flow, first) = PullFlow::start(way, shared.max_attempts, whole_may_help);
+        let spare = if way == Way::Whole || shared.whole(&ask, pools).is_empty() {
+            Spare::Nobody
+        } else if pools.both.is_empty() {
+            Spare::Decode
+        } else {
+            Spare::Both
+        };
+        let (flow, first) = PullFlow::start(way, shared.max_attempts, spare);
         let exchange = Self {
             shared,
             id,
@@ -153,6 +162,15 @@ impl Exchange {
                 }
                 Do::PickWhole => {
                     (self.prefill, self.decode) = (None, None);
+                    if matches!(self.decision, Decision::Pair | Decision::NoHandle) {
+                        // The pairs have failed.
+                        self.prefill_name = None;
+                        let both = self.pools(&ask, |_, pools, _| Some(!pools.both.is_empty()));
+                        self.decision = match both {
+                            Some(true) => Decision::Both,
+                            _ => Decision::WithoutPrefill,
+                        };
+                    }
                     let shared = Arc::clone(&self.shared);
                     let picked = self.pools(&ask, |registry, pools, tried| {
                         registry.pick_one(&shared.whole(&ask, pools), &tried.decode)

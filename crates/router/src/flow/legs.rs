@@ -271,7 +271,9 @@ impl Exchange {
 
     fn lost(&self, side: Side, instance: &Instance, error: &TransportError) -> LegError {
         let (error, signal) = LegError::transport(side, &instance.name(), error);
-        self.shared.registry.signal(instance.id, signal);
+        if let Some(signal) = signal {
+            self.shared.registry.signal(instance.id, signal);
+        }
         error
     }
 

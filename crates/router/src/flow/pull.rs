@@ -8,7 +8,8 @@
 //!     +----------+----------+---- handoff lost: another pair, prompt computed again
 //! ```
 //!
-//! A request that one instance serves whole goes `PickWhole -> Decode -> Relay`.
+//! A request that one instance serves whole goes `PickWhole -> Decode -> Relay`; one that the pairs have
+//! no room for may go on to it.
 //!
 //! A handle that prefill gave out is released on every way out on which no decode instance has begun
 //! to answer. Release is idempotent at the instance, and a fetch that runs is not cut by it.
@@ -23,6 +24,16 @@ pub(crate) enum Way {
     Pair,
     /// By one instance.
     Whole,
+}
+
+/// Who may serve a request alone that was meant for a pair.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Spare {
+    Nobody,
+    /// Decode instances, when no prefill instance can be reached.
+    Decode,
+    /// Instances of role `both`, also when a pair has no room.
+    Both,
 }
 
 /// What happened.
@@ -103,13 +114,15 @@ pub(crate) struct Step {
 #[derive(Debug)]
 pub(crate) struct PullFlow {
     max_attempts: u32,
-    whole_may_help: bool,
+    spare: Spare,
     state: State,
     tried: Tried,
     prefills: u32,
     decodes: u32,
-    /// Every failed prefill so far had not seen the request.
+    /// Every instance that failed so far had not seen the request.
     only_unreachable: bool,
+    /// Or had no room for it: none has begun with it.
+    untouched: bool,
     /// A handle is out that no decode instance has answered on.
     held: bool,
 }
@@ -134,21 +147,21 @@ enum State {
 }
 
 impl PullFlow {
-    /// `max_attempts` bounds the tries of each leg; `whole_may_help`: a single instance may serve the
-    /// request when no prefill instance can be reached.
-    pub(crate) fn start(way: Way, max_attempts: u32, whole_may_help: bool) -> (Self, Step) {
+    /// `max_attempts` bounds the tries of each leg, and of a single instance after them.
+    pub(crate) fn start(way: Way, max_attempts: u32, spare: Spare) -> (Self, Step) {
         let (state, then) = match way {
             Way::Pair => (State::PickingPair, Do::PickPair),
             Way::Whole => (State::PickingWhole, Do::PickWhole),
         };
         let flow = Self {
             max_attempts,
-            whole_may_help,
+            spare,
             state,
             tried: Tried::default(),
             prefills: 0,
             decodes: 0,
             only_unreachable: true,
+            untouched: true,
             held: false,
         };
         (
@@ -182,8 +195,8 @@ impl PullFlow {
                 self.prefills += 1;
                 self.go(State::Prefilling { prefill, decode }, Do::Prefill(prefill))
             }
-            (State::PickingPair, Event::NoneLeft) if self.may_serve_whole() => {
-                self.go(State::PickingWhole, Do::PickWhole)
+            (State::PickingPair | State::PickingDecode { .. }, Event::NoneLeft) => {
+                self.whole_or_refuse()
             }
             (State::PickingDecode { prefill }, Event::PickedOne(decode)) => {
                 self.decode(Some(prefill), decode)
@@ -213,14 +226,12 @@ impl PullFlow {
         if failure == Failure::Final {
             return self.end(Do::Refuse);
         }
-        self.only_unreachable &= failure == Failure::Unreachable;
+        self.note(failure);
         self.tried.prefill.push(prefill);
         if self.prefills < self.max_attempts {
             self.go(State::PickingPair, Do::PickPair)
-        } else if self.may_serve_whole() {
-            self.go(State::PickingWhole, Do::PickWhole)
         } else {
-            self.end(Do::Refuse)
+            self.whole_or_refuse()
         }
     }
 
@@ -230,6 +241,7 @@ impl PullFlow {
         decode: InstanceId,
         failure: Failure,
     ) -> Step {
+        self.note(failure);
         match (failure, prefill) {
             (Failure::Final, _) => self.end(Do::Refuse),
             (Failure::HandoffLost, Some(prefill)) if self.held => {
@@ -248,10 +260,11 @@ impl PullFlow {
             _ => {
                 self.tried.decode.push(decode);
                 match prefill {
-                    _ if self.decodes >= self.max_attempts => self.end(Do::Refuse),
+                    Some(_) if self.decodes >= self.max_attempts => self.whole_or_refuse(),
                     Some(prefill) => {
                         self.go(State::PickingDecode { prefill }, Do::PickDecode { prefill })
                     }
+                    None if self.decodes >= self.max_attempts => self.end(Do::Refuse),
                     None => self.go(State::PickingWhole, Do::PickWhole),
                 }
             }
@@ -270,9 +283,28 @@ impl PullFlow {
         )
     }
 
-    /// A request that may have broken a prefill instance is not given to further ones as a whole.
-    fn may_serve_whole(&self) -> bool {
-        self.whole_may_help && self.only_unreachable && self.decodes == 0
+    fn note(&mut self, failure: Failure) {
+        let unreachable = failure == Failure::Unreachable;
+        self.only_unreachable &= unreachable;
+        self.untouched &= unreachable || failure == Failure::Busy;
+    }
+
+    /// The pairs have failed. A request that may have broken an instance is not given to further ones.
+    fn whole_or_refuse(&mut self) -> Step {
+        let may = match self.spare {
+            Spare::Nobody => false,
+            Spare::Decode => self.only_unreachable && self.decodes == 0,
+            Spare::Both => self.untouched,
+        };
+        if !may {
+            return self.end(Do::Refuse);
+        }
+        self.decodes = 0;
+        self.state = State::PickingWhole;
+        Step {
+            release: std::mem::take(&mut self.held),
+            then: Do::PickWhole,
+        }
     }
 
     fn go(&mut self, state: State, then: Do) -> Step {

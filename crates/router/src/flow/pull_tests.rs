@@ -23,7 +23,7 @@ fn decode(to: InstanceId, with_handle: bool) -> Step {
 
 #[test]
 fn the_plain_way_sends_each_leg_once() {
-    let (mut flow, first) = PullFlow::start(Way::Pair, 3, false);
+    let (mut flow, first) = PullFlow::start(Way::Pair, 3, Spare::Nobody);
     assert_eq!(first, go(Do::PickPair));
     assert_eq!(flow.on(picked(P1, D1)), go(Do::Prefill(P1)));
     assert_eq!(
@@ -36,7 +36,7 @@ fn the_plain_way_sends_each_leg_once() {
 
 #[test]
 fn decode_that_fails_before_its_first_byte_does_not_cost_another_prefill() {
-    let (mut flow, _) = PullFlow::start(Way::Pair, 3, false);
+    let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Nobody);
     flow.on(picked(P1, D1));
     flow.on(Event::PrefillDone { handle: true });
     assert_eq!(
@@ -50,7 +50,7 @@ fn decode_that_fails_before_its_first_byte_does_not_cost_another_prefill() {
 
 #[test]
 fn a_request_that_decode_refuses_releases_prefill() {
-    let (mut flow, _) = PullFlow::start(Way::Pair, 3, false);
+    let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Nobody);
     flow.on(picked(P1, D1));
     flow.on(Event::PrefillDone { handle: true });
     let step = flow.on(Event::DecodeFailed(Failure::Final));
@@ -65,7 +65,7 @@ fn a_request_that_decode_refuses_releases_prefill() {
 
 #[test]
 fn a_lost_handoff_computes_the_prompt_again_elsewhere() {
-    let (mut flow, _) = PullFlow::start(Way::Pair, 3, false);
+    let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Nobody);
     flow.on(picked(P1, D1));
     flow.on(Event::PrefillDone { handle: true });
     let step = flow.on(Event::DecodeFailed(Failure::HandoffLost));
@@ -82,7 +82,7 @@ fn a_lost_handoff_computes_the_prompt_again_elsewhere() {
 
 #[test]
 fn without_handle_decode_gets_none_and_nothing_is_released() {
-    let (mut flow, _) = PullFlow::start(Way::Pair, 3, false);
+    let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Nobody);
     flow.on(picked(P1, D1));
     assert_eq!(
         flow.on(Event::PrefillDone { handle: false }),
@@ -97,10 +97,33 @@ fn one_instance_serves_whole_only_when_no_prefill_has_seen_the_request() {
         (Failure::Unreachable, Do::PickWhole),
         (Failure::Broke, Do::Refuse),
     ] {
-        let (mut flow, _) = PullFlow::start(Way::Pair, 3, true);
+        let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Decode);
         flow.on(picked(P1, D1));
         assert_eq!(flow.on(Event::PrefillFailed(failure)), go(Do::PickPair));
         assert_eq!(flow.on(Event::NoneLeft), go(then));
+    }
+}
+
+#[test]
+fn an_instance_of_role_both_takes_what_the_pairs_have_no_room_for() {
+    for (failure, then) in [
+        (Failure::Busy, Do::PickWhole),
+        (Failure::Unreachable, Do::PickWhole),
+        (Failure::Broke, Do::Refuse),
+    ] {
+        let (mut flow, _) = PullFlow::start(Way::Pair, 1, Spare::Both);
+        flow.on(picked(P1, D1));
+        assert_eq!(flow.on(Event::PrefillFailed(failure)), go(then));
+
+        let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Both);
+        flow.on(picked(P1, D1));
+        flow.on(Event::PrefillDone { handle: true });
+        assert_eq!(
+            flow.on(Event::DecodeFailed(failure)),
+            go(Do::PickDecode { prefill: P1 })
+        );
+        let step = flow.on(Event::NoneLeft);
+        assert_eq!((step.release, step.then), (true, then));
     }
 }
 
@@ -134,17 +157,18 @@ proptest! {
     #[test]
     fn every_schedule_ends_with_nothing_held(
         pair in any::<bool>(),
-        whole_may_help in any::<bool>(),
+        spare in prop_oneof![Just(Spare::Nobody), Just(Spare::Decode), Just(Spare::Both)],
         max_attempts in 1u32..5,
         schedule in proptest::collection::vec((happens(), any::<proptest::sample::Index>()), 60),
     ) {
         let way = if pair { Way::Pair } else { Way::Whole };
-        let (mut flow, mut step) = PullFlow::start(way, max_attempts, whole_may_help);
+        let (mut flow, mut step) = PullFlow::start(way, max_attempts, spare);
         let prefills: Vec<_> = (0..3).map(InstanceId).collect();
         let decodes: Vec<_> = (3..6).map(InstanceId).collect();
         let mut holding: Option<InstanceId> = None;
         let mut last_prefill = None;
-        let (mut sent_prefill, mut sent_decode) = (0, 0);
+        let (mut sent_prefill, mut sent_decode, mut sent_whole) = (0, 0, 0);
+        let mut whole = !pair;
         let mut ended = false;
         for (what, index) in schedule {
             if step.release {
@@ -168,6 +192,7 @@ proptest! {
                     }
                 }
                 Do::PickDecode { .. } | Do::PickWhole => {
+                    whole |= step.then == Do::PickWhole;
                     let open: Vec<_> = decodes.iter().filter(|d| !flow.tried().decode.contains(d)).collect();
                     if open.is_empty() { Event::NoneLeft } else { Event::PickedOne(**index.get(&open)) }
                 }
@@ -187,7 +212,7 @@ proptest! {
                     }
                 }
                 Do::Decode { to, with_handle } => {
-                    sent_decode += 1;
+                    *(if whole { &mut sent_whole } else { &mut sent_decode }) += 1;
                     prop_assert!(!flow.tried().decode.contains(&to));
                     prop_assert_eq!(with_handle, holding.is_some());
                     if with_handle {
@@ -211,7 +236,7 @@ proptest! {
         }
         prop_assert!(ended, "the request does not end");
         prop_assert!(holding.is_none(), "a handle is left");
-        prop_assert!(sent_prefill <= max_attempts && sent_decode <= max_attempts);
+        prop_assert!(sent_prefill <= max_attempts && sent_decode <= max_attempts && sent_whole <= max_attempts);
         prop_assert_eq!(flow.on(Event::ClientGone), go(Do::Over));
     }
 
@@ -231,7 +256,7 @@ proptest! {
             Just(Event::ClientGone),
         ], 0..40),
     ) {
-        let (mut flow, _) = PullFlow::start(Way::Pair, 3, true);
+        let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Both);
         let mut handles = 0;
         let mut released = 0;
         for event in events {

@@ -44,6 +44,8 @@ pub(crate) struct Pools {
     pub(crate) decode: Vec<InstanceId>,
     /// All of them.
     pub(crate) any: Vec<InstanceId>,
+    /// Tokens of input and output together that some pair takes; none if a member does not say.
+    pub(crate) pair_limit: Option<u64>,
 }
 
 /// What can be used now, by model name.
@@ -350,7 +352,9 @@ impl Registry {
                     .add(instance, &facts, self);
             }
         }
-        for pools in table.models.values() {
+        for pools in table.models.values_mut() {
+            let limit = pools.groups.iter().map(|group| self.limit(group)).max();
+            pools.pair_limit = limit.filter(|&limit| limit < u64::MAX);
             for group in &pools.groups {
                 for &p in &group.prefill {
                     for &d in &group.decode {
@@ -368,6 +372,18 @@ impl Registry {
             }
         }
         self.table.store(Arc::new(table));
+    }
+
+    /// Tokens that the best pair of a group takes; the greatest number if a member does not say.
+    fn limit(&self, group: &Group) -> u64 {
+        let most = |ids: &[InstanceId]| {
+            let limits = ids.iter().map(|&id| {
+                let facts = self.get(id).and_then(|i| i.facts.load_full());
+                facts.map_or(u64::MAX, |f| f.max_model_len().unwrap_or(u64::MAX))
+            });
+            limits.max().unwrap_or(0)
+        };
+        most(&group.prefill).min(most(&group.decode))
     }
 
     /// The limits that hold for requests through a pair, told once.

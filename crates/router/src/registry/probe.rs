@@ -57,11 +57,13 @@ async fn probe_one(
                 if let Some(facts) = facts {
                     registry.learn(id, facts);
                 }
-                Signal::Ready
+                Some(Signal::Ready)
             }
             Err(signal) => signal,
         };
-        registry.signal(id, signal);
+        if let Some(signal) = signal {
+            registry.signal(id, signal);
+        }
         round = round.wrapping_add(1);
         let pause = if ever_up {
             interval
@@ -74,20 +76,26 @@ async fn probe_one(
     }
 }
 
+/// What the instance is, if it was asked; else the signal, none where nothing is known of it.
 async fn probe(
     instance: &Instance,
     upstream: &Upstream,
     ask: bool,
-) -> Result<Option<Facts>, Signal> {
+) -> Result<Option<Facts>, Option<Signal>> {
+    let not_ready = |why: String| Some(Signal::NotReady(why));
     let get = async |path: &'static str| {
         let answer = upstream
             .get(&instance.spec.endpoint, path, MAX_ANSWER, PROBE_LIMIT)
             .await;
         answer.map_err(|error| match error {
-            TransportError::Refused { .. } | TransportError::Unresolved { .. } => {
-                Signal::ProbeRefused(error.to_string())
+            TransportError::Exhausted { .. } => {
+                tracing::warn!(%error, "not probed");
+                None
             }
-            _ => Signal::ProbeSilent(error.to_string()),
+            TransportError::Refused { .. } | TransportError::Unresolved { .. } => {
+                Some(Signal::ProbeRefused(error.to_string()))
+            }
+            _ => Some(Signal::ProbeSilent(error.to_string())),
         })
     };
     let (mut status, mut body) = get("/ready").await?;
@@ -97,7 +105,7 @@ async fn probe(
         (status, body) = get(path).await?;
     }
     if !status.is_success() {
-        return Err(Signal::NotReady(format!(
+        return Err(not_ready(format!(
             "{path} answers {}{}",
             status.as_u16(),
             reason(&body)
@@ -110,16 +118,14 @@ async fn probe(
     let card = match status {
         StatusCode::OK => Some(
             serde_json::from_slice::<InstanceCard>(&body)
-                .map_err(|e| Signal::NotReady(format!("/twinfer/instance makes no sense: {e}")))?,
+                .map_err(|e| not_ready(format!("/twinfer/instance makes no sense: {e}")))?,
         ),
         StatusCode::NOT_FOUND => None,
         StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN => {
-            return Err(Signal::NotReady(
-                "it refuses the router's peer key".to_owned(),
-            ));
+            return Err(not_ready("it refuses the router's peer key".to_owned()));
         }
         other => {
-            return Err(Signal::NotReady(format!(
+            return Err(not_ready(format!(
                 "/twinfer/instance answers {}",
                 other.as_u16()
             )));
@@ -136,20 +142,17 @@ async fn probe(
                 "its role is {}, the router has it as {}",
                 card.role, instance.spec.role
             );
-            return Err(Signal::NotReady(message));
+            return Err(not_ready(message));
         }
     }
     let (status, models) = get("/v1/models").await?;
     if !status.is_success() {
-        return Err(Signal::NotReady(format!(
-            "/v1/models answers {}",
-            status.as_u16()
-        )));
+        return Err(not_ready(format!("/v1/models answers {}", status.as_u16())));
     }
     let address = instance.spec.endpoint.host_port().to_string();
     Facts::read(&models, card.as_ref(), &address)
         .map(Some)
-        .map_err(Signal::NotReady)
+        .map_err(not_ready)
 }
 
 /// The message of an error answer, shortened.

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use tokio::net::TcpStream;
 use tokio::time::Instant;
-use twinfer_http::Endpoint;
+use twinfer_http::{Endpoint, innermost};
 
 type Driver = http1::Connection<TokioIo<TcpStream>, Full<Bytes>>;
 
@@ -179,15 +179,6 @@ impl Body for UpstreamBody {
     }
 }
 
-/// The last cause says what happened; the ones before say in which layer.
-fn innermost(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut error = error;
-    while let Some(source) = error.source() {
-        error = source;
-    }
-    error.to_string()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -202,7 +193,7 @@ mod tests {
         drop(listener.accept().await.expect("its other end"));
         stream.readable().await.expect("the end has arrived");
         let connection = Connection::new(stream).await.expect("a connection");
-        let pool = Arc::new(Pool::new(Duration::from_secs(1)));
+        let pool = Arc::new(Pool::new(Duration::from_secs(1), 1));
         let home: Endpoint = format!("http://{address}").parse().expect("an endpoint");
         let mut request = Request::new(Full::new(Bytes::from_static(b"{}")));
         *request.method_mut() = http::Method::POST;

@@ -32,9 +32,13 @@ pub(crate) struct Upstream {
 }
 
 impl Upstream {
-    pub(crate) fn new(connect_timeout: Duration, peer_key: Option<&Secret>) -> Self {
+    pub(crate) fn new(
+        connect_timeout: Duration,
+        max_idle: usize,
+        peer_key: Option<&Secret>,
+    ) -> Self {
         Self {
-            pool: Arc::new(Pool::new(connect_timeout)),
+            pool: Arc::new(Pool::new(connect_timeout, max_idle)),
             bearer: peer_key.map(Secret::bearer),
         }
     }

@@ -9,21 +9,22 @@ use twinfer_http::{Endpoint, TransportError, connect};
 
 /// An idle connection is closed after this, before instances close it themselves (uvicorn: 5 s).
 const MAX_IDLE: Duration = Duration::from_secs(4);
-/// Idle connections kept per instance.
-const MAX_PER_INSTANCE: usize = 1024;
 /// Between two looks at all idle connections.
 const SWEEP: Duration = Duration::from_secs(1);
 
 /// Idle connections of all instances.
 pub(super) struct Pool {
     connect_timeout: Duration,
+    /// Idle connections kept, in all.
+    max_idle: usize,
     idle: Mutex<HashMap<Endpoint, Vec<Connection>>>,
 }
 
 impl Pool {
-    pub(super) fn new(connect_timeout: Duration) -> Self {
+    pub(super) fn new(connect_timeout: Duration, max_idle: usize) -> Self {
         Self {
             connect_timeout,
+            max_idle,
             idle: Mutex::default(),
         }
     }
@@ -46,12 +47,12 @@ impl Pool {
     pub(super) fn put(&self, endpoint: &Endpoint, mut connection: Connection) {
         connection.put_aside();
         let mut idle = self.idle.lock();
-        let of_instance = match idle.get_mut(endpoint) {
-            Some(of_instance) => of_instance,
-            None => idle.entry(endpoint.clone()).or_default(),
-        };
-        if of_instance.len() < MAX_PER_INSTANCE {
-            of_instance.push(connection);
+        if idle.values().map(Vec::len).sum::<usize>() >= self.max_idle {
+            return;
+        }
+        match idle.get_mut(endpoint) {
+            Some(of_instance) => of_instance.push(connection),
+            None => idle.entry(endpoint.clone()).or_default().push(connection),
         }
     }
 
@@ -83,7 +84,6 @@ impl Pool {
         if let Some(of_instance) = idle.get_mut(endpoint) {
             // Those that came meanwhile are younger: they stay on top.
             connections.append(of_instance);
-            connections.truncate(MAX_PER_INSTANCE);
             *of_instance = connections;
         }
     }

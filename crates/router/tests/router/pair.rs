@@ -718,3 +718,71 @@ async fn no_room_anywhere_says_when_to_come_back() {
     }
     assert_eq!(decode.served(), 0);
 }
+
+#[tokio::test]
+async fn an_instance_of_role_both_serves_what_a_busy_pair_refuses() {
+    let busy = || {
+        vec![FakeFault::always(FaultKind::Status {
+            code: 429,
+            retry_after: Some(3),
+            body: None,
+        })]
+    };
+    for role in [Role::Prefill, Role::Decode] {
+        let of = |own| FakeConfig {
+            fault: if own == role { busy() } else { Vec::new() },
+            ..fake(own, Dialect::Twinfer)
+        };
+        let (prefill, decode) = (
+            start(of(Role::Prefill)).await,
+            start(of(Role::Decode)).await,
+        );
+        let both = start(fake(Role::Both, Dialect::Twinfer)).await;
+        let router = Router::ready(RouterConfig {
+            worker: vec![both.url()],
+            ..quick(&[&prefill], &[&decode])
+        })
+        .await;
+        wait(|| async { router.metric("twinfer_router_instance_up", &[]).await == 3.0 }).await;
+        let answer = router
+            .post("/v1/completions", &json!({"prompt": "p"}))
+            .await;
+        assert_eq!(
+            (answer.status, answer.header("x-twinfer-decision")),
+            (200, Some("both")),
+            "{role}: {}",
+            answer.text()
+        );
+        assert_eq!(both.served(), 1);
+        wait(|| router.idle()).await;
+    }
+}
+
+#[tokio::test]
+async fn a_prompt_that_decode_is_too_short_for_is_not_computed() {
+    let of = |role, max_model_len| FakeConfig {
+        max_model_len,
+        ..fake(role, Dialect::Twinfer)
+    };
+    let prefill = start(of(Role::Prefill, 64)).await;
+    let decode = start(of(Role::Decode, 16)).await;
+    let router = Router::ready(quick(&[&prefill], &[&decode])).await;
+    let ask = |prompt: usize, output: u32| {
+        let ids = vec![7; prompt];
+        let router = &router;
+        async move {
+            let body = json!({"prompt": ids, "max_tokens": output});
+            router.post("/v1/completions", &body).await
+        }
+    };
+    assert_eq!(ask(12, 4).await.status, 200);
+    let served = prefill.served();
+    for (prompt, output) in [(16, 1), (30, 1), (12, 5)] {
+        let answer = ask(prompt, output).await;
+        assert_eq!(
+            (answer.status, answer.code().as_str()),
+            (400, "context_length_exceeded")
+        );
+    }
+    assert_eq!(prefill.served(), served);
+}

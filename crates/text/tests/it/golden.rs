@@ -3,7 +3,7 @@
 use crate::common::{FAMILIES, dir, tokenizer};
 use serde_json::Value;
 use std::sync::Arc;
-use twinfer_text::{ChatTemplate, IncrementalDetokenizer, TemplateState, Tokenizer};
+use twinfer_text::{ChatTemplate, IncrementalDetokenizer, TemplateState, TextError, Tokenizer};
 
 fn load(family: &str) -> (Arc<Tokenizer>, ChatTemplate, Value) {
     let tokenizer = tokenizer(family);
@@ -113,6 +113,36 @@ fn token_bytes_join_to_the_text_and_equal_the_library() {
                 "{family}: {}",
                 case["text"]
             );
+        }
+    }
+}
+
+#[test]
+fn a_text_of_far_too_many_tokens_is_refused_and_one_that_fits_never() {
+    for family in FAMILIES {
+        let (tokenizer, _, golden) = load(family);
+        let refused = |text: &str, limit| {
+            matches!(
+                tokenizer.encode_bounded(text, false, limit),
+                Err(TextError::TooLong { .. })
+            )
+        };
+        assert!(
+            refused(&"a town by the sea ".repeat(100_000), 100),
+            "{family}"
+        );
+        // Longer than the longest tokens could be.
+        assert!(refused(&" ".repeat(10_000_000), 100), "{family}");
+        let all: String = golden["encodings"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter_map(|case| case["text"].as_str())
+            .collect();
+        for text in [all.as_str(), &all.repeat(50), &" ".repeat(100_000), ""] {
+            let ids = tokenizer.encode(text, true).unwrap();
+            let bounded = tokenizer.encode_bounded(text, true, ids.len());
+            assert_eq!(bounded.unwrap(), ids, "{family}");
         }
     }
 }

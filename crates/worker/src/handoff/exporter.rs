@@ -427,6 +427,7 @@ impl Unleased {
             tokens: kv.tokens,
             blocks: kv.blocks.clone(),
             seal,
+            lease: Some(config.lease),
         };
         let held = Held {
             request,

@@ -5,10 +5,10 @@ use crate::handoff::channel::ChannelError;
 use crate::handoff::exporter::check_shape;
 use crate::handoff::fetch::{Fetch, FetchError};
 use crate::handoff::handshake::PeerKey;
-use crate::handoff::keeper::ImporterKeeper;
+use crate::handoff::keeper::{ImporterKeeper, RENEWALS, SHORTEST_TICK};
 use crate::handoff::params::{Local, RemoteHandle};
 use crate::handoff::peers::{PeerList, PeerListError};
-use crate::handoff::pool::{Connection, Pool, PoolConfig, channel_error};
+use crate::handoff::pool::{Connection, Pool, PoolConfig, Purpose, channel_error};
 use crate::handoff::stats::{Counter, Failures, ImporterStats};
 use crate::handoff::wire::{Refusal, ReleaseOutcome, Reply, Request, WireGeometry, WireHandle};
 use parking_lot::Mutex;
@@ -17,7 +17,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
-use tokio::sync::mpsc;
+use tokio::sync::{Notify, mpsc};
 use tokio::time::Instant;
 use twinfer_engine::KvGeometry;
 use twinfer_protocol::{ApiError, BlockId, ErrorKind, Fingerprint, KvTransferParams, TokenId};
@@ -37,7 +37,8 @@ pub struct ImporterConfig {
     pub peers: Vec<String>,
     /// How long a transfer may make no progress (`--kv-timeout`).
     pub timeout: Duration,
-    /// How often handles in use are renewed; a sixth of the lease.
+    /// How often handles in use are renewed that do not say how long their lease is; a part of the own
+    /// one.
     pub renew_every: Duration,
     /// Shape of the KV.
     pub geometry: KvGeometry,
@@ -112,6 +113,8 @@ pub(crate) struct Shared {
     pub(crate) geometry: WireGeometry,
     pub(crate) pool: Pool,
     pub(crate) claims: Mutex<Claims>,
+    /// A claim must be renewed sooner than the keeper thinks.
+    pub(crate) hurry: Notify,
     pub(crate) counters: Counters,
     peers: PeerList,
     releases: mpsc::Sender<Arc<RemoteHandle>>,
@@ -120,7 +123,9 @@ pub(crate) struct Shared {
 /// Handles to keep alive.
 #[derive(Debug, Default)]
 pub(crate) struct Claims {
-    pub(crate) live: HashMap<u64, Arc<RemoteHandle>>,
+    pub(crate) live: HashMap<u64, (Arc<RemoteHandle>, Instant)>,
+    /// When the keeper looks next.
+    pub(crate) next_look: Option<Instant>,
     last: u64,
 }
 
@@ -156,6 +161,7 @@ impl Importer {
             geometry,
             pool,
             claims: Mutex::new(Claims::default()),
+            hurry: Notify::new(),
             counters: Counters::default(),
             peers,
             releases,
@@ -186,11 +192,17 @@ impl Importer {
     /// Takes a handle into use: from now on it is renewed, and released on every way out.
     pub fn claim(&self, handle: RemoteHandle) -> Claim {
         let handle = Arc::new(handle);
+        let now = Instant::now();
+        let due = now + self.shared.renew_every(&handle);
         let mut claims = self.shared.claims.lock();
         claims.last += 1;
         let number = claims.last;
-        claims.live.insert(number, Arc::clone(&handle));
+        claims.live.insert(number, (Arc::clone(&handle), now));
+        let hurry = claims.next_look.is_some_and(|look| due < look);
         drop(claims);
+        if hurry {
+            self.shared.hurry.notify_one();
+        }
         Claim {
             importer: self.clone(),
             handle,
@@ -329,7 +341,8 @@ impl Claim {
         let mut guards = fetch.guards(&arena, blocks)?;
         let mut fresh = false;
         loop {
-            let mut connection = shared.pool.connect(&handle.peer, fresh).await?;
+            let pool = &shared.pool;
+            let mut connection = pool.connect(&handle.peer, fresh, Purpose::Fetch).await?;
             if connection.epoch != handle.epoch {
                 if connection.reused {
                     // It may be one to the incarnation before the one that made the handle.
@@ -402,6 +415,15 @@ impl fmt::Debug for Claim {
 }
 
 impl Shared {
+    /// How often a handle is renewed.
+    pub(crate) fn renew_every(&self, handle: &RemoteHandle) -> Duration {
+        let every = match handle.lease {
+            Some(lease) => lease / RENEWALS,
+            None => self.config.renew_every,
+        };
+        every.max(SHORTEST_TICK)
+    }
+
     /// One question, one answer; refusals are errors.
     pub(crate) async fn ask(
         &self,
@@ -410,7 +432,8 @@ impl Shared {
     ) -> Result<Reply, ApiError> {
         let mut fresh = false;
         loop {
-            let mut connection = self.pool.connect(&handle.peer, fresh).await?;
+            let pool = &self.pool;
+            let mut connection = pool.connect(&handle.peer, fresh, Purpose::Control).await?;
             let deadline = self.answer_time(&connection);
             let channel = &mut connection.channel;
             let answer = async {

@@ -6,23 +6,23 @@ use crate::handoff::params::RemoteHandle;
 use crate::handoff::peers::Peer;
 use crate::handoff::wire::{RENEW_CAP, Request, WireHandle};
 use futures_util::StreamExt;
-use futures_util::stream::{self, FuturesUnordered};
+use futures_util::stream::FuturesUnordered;
 use std::collections::{BTreeMap, BTreeSet};
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, MissedTickBehavior, interval_at, timeout};
+use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
-/// Peers that are renewed at the same time.
-const RENEWED_AT_ONCE: usize = 8;
+/// Renewals per lease.
+pub(crate) const RENEWALS: u32 = 6;
 /// Peers that are sent releases at the same time.
 const RELEASED_AT_ONCE: usize = 32;
 /// Releases that wait for one peer; more are left to their leases.
 const WAITING_CAP: usize = 256;
 /// Renewals are no more frequent than this.
-const SHORTEST_TICK: Duration = Duration::from_millis(10);
+pub(crate) const SHORTEST_TICK: Duration = Duration::from_millis(10);
 /// Releases that wait when the instance stops are sent within this time.
 const LAST_RELEASES: Duration = Duration::from_secs(1);
 
@@ -39,23 +39,13 @@ impl ImporterKeeper {
 
     /// Works until `shutdown`; then sends the releases that wait and returns.
     pub async fn run(self, shutdown: CancellationToken) {
-        let every = self.shared.config.renew_every.max(SHORTEST_TICK);
-        let renewals = async {
-            let mut ticks = interval_at(Instant::now() + every, every);
-            ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-            loop {
-                ticks.tick().await;
-                self.shared.pool.sweep();
-                renew(&self.shared).await;
-            }
-        };
         let importer = Importer {
             shared: Arc::clone(&self.shared),
         };
         let mut releases = pin!(serve_releases(&importer, self.releases, &shutdown));
         tokio::select! {
             () = shutdown.cancelled() => {}
-            () = renewals => {}
+            () = renewals(&self.shared) => {}
             () = &mut releases => return,
         }
         if timeout(LAST_RELEASES, releases).await.is_err() {
@@ -118,32 +108,74 @@ async fn release(importer: &Importer, peer: Peer, handles: Vec<Arc<RemoteHandle>
     peer
 }
 
-/// Renews every handle in use. A peer that does not answer is found out by whoever fetches from it.
-async fn renew(shared: &Shared) {
-    let mut by_peer: BTreeMap<Peer, Vec<Arc<RemoteHandle>>> = BTreeMap::new();
-    for handle in shared.claims.lock().live.values() {
-        by_peer
-            .entry(handle.peer.clone())
-            .or_default()
-            .push(Arc::clone(handle));
-    }
-    stream::iter(by_peer.values())
-        .for_each_concurrent(RENEWED_AT_ONCE, |handles| async move {
-            for handles in handles.chunks(RENEW_CAP) {
-                let request = Request::Renew {
-                    handles: handles
-                        .iter()
-                        .map(|handle| WireHandle::new(handle.epoch.0, handle.id))
-                        .collect(),
-                };
-                let Some(first) = handles.first() else {
+/// Renews handles in use, each peer's by themselves: one that hangs delays nobody else's.
+async fn renewals(shared: &Shared) {
+    let mut renewed: BTreeMap<Peer, Instant> = BTreeMap::new();
+    let mut busy: BTreeSet<Peer> = BTreeSet::new();
+    let mut running = FuturesUnordered::new();
+    loop {
+        shared.pool.sweep();
+        let now = Instant::now();
+        let mut look = now + shared.config.renew_every.max(SHORTEST_TICK);
+        let mut used = BTreeSet::new();
+        {
+            let mut claims = shared.claims.lock();
+            let mut due: BTreeMap<Peer, Vec<Arc<RemoteHandle>>> = BTreeMap::new();
+            for (handle, claimed) in claims.live.values() {
+                let peer = &handle.peer;
+                used.insert(peer.clone());
+                if busy.contains(peer) {
                     continue;
-                };
-                if let Err(error) = shared.ask(first, &request).await {
-                    tracing::debug!(peer = %first.peer, %error, "KV leases not renewed");
-                    return;
+                }
+                let last = renewed.get(peer).max(Some(claimed)).unwrap_or(claimed);
+                let next = *last + shared.renew_every(handle);
+                if next <= now {
+                    due.entry(peer.clone()).or_default();
+                } else {
+                    look = look.min(next);
                 }
             }
-        })
-        .await;
+            for (handle, _) in claims.live.values() {
+                // With one of a peer's all of them.
+                if let Some(handles) = due.get_mut(&handle.peer) {
+                    handles.push(Arc::clone(handle));
+                }
+            }
+            claims.next_look = Some(look);
+            for (peer, handles) in due {
+                busy.insert(peer.clone());
+                renewed.insert(peer.clone(), now);
+                running.push(renew(shared, peer, handles));
+            }
+        }
+        renewed.retain(|peer, _| used.contains(peer));
+        tokio::select! {
+            () = sleep_until(look) => {}
+            () = shared.hurry.notified() => {}
+            Some(peer) = running.next() => {
+                busy.remove(&peer);
+            }
+        }
+    }
+}
+
+/// Renews handles of one peer, and returns it. One that does not answer is found out by whoever fetches
+/// from it.
+async fn renew(shared: &Shared, peer: Peer, handles: Vec<Arc<RemoteHandle>>) -> Peer {
+    for handles in handles.chunks(RENEW_CAP) {
+        let request = Request::Renew {
+            handles: handles
+                .iter()
+                .map(|handle| WireHandle::new(handle.epoch.0, handle.id))
+                .collect(),
+        };
+        let Some(first) = handles.first() else {
+            continue;
+        };
+        if let Err(error) = shared.ask(first, &request).await {
+            tracing::debug!(%peer, %error, "KV leases not renewed");
+            break;
+        }
+    }
+    peer
 }

@@ -29,6 +29,7 @@ pub use exporter::{BindError, Exporter, ExporterConfig};
 pub use handshake::PeerKey;
 pub use importer::{Claim, FetchReport, Importer, ImporterConfig, ImporterError, Use};
 pub use keeper::ImporterKeeper;
+pub(crate) use keeper::RENEWALS;
 pub use lease::HandleId;
 pub use listener::KvListener;
 pub use params::RemoteHandle;

@@ -2,17 +2,23 @@
 //! is thought of. Pure.
 //!
 //! The fields are those of vLLM's pull connectors (vLLM-Ascend MooncakeConnectorV1 0.20.2 and HEAD,
-//! vLLM NixlConnector's `remote_num_tokens`), and `remote_kv_seal` of ours. Routers pass them on
-//! unread.
+//! vLLM NixlConnector's `remote_num_tokens`), `remote_kv_seal` and
+//! `remote_kv_lease_ms` of ours. Routers pass them on unread.
 
 use crate::handoff::lease::HandleId;
 use crate::handoff::peers::{Peer, PeerList};
 use crate::handoff::seal::Seal;
 use serde_json::{Map, Value, json};
+use std::time::Duration;
 use twinfer_protocol::{ApiError, BlockId, Epoch, ErrorKind, KvTransferParams, TokenId};
 
 /// Longest `remote_engine_id`, in bytes.
 const ENGINE_ID_CAP: usize = 512;
+
+/// How long the KV is kept unless renewed, in milliseconds.
+const LEASE: &str = "remote_kv_lease_ms";
+/// A day: the longest `--kv-lease`.
+const LONGEST_LEASE_MS: u64 = 86_400_000;
 
 /// KV that a prefill instance holds for whoever shows this.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,6 +37,8 @@ pub struct RemoteHandle {
     pub blocks: Vec<BlockId>,
     /// Over all of it.
     pub seal: Seal,
+    /// How long the KV is kept unless renewed, if the prefill instance says so.
+    pub lease: Option<Duration>,
 }
 
 /// What an importer knows when it judges a handle.
@@ -56,6 +64,9 @@ impl RemoteHandle {
         other.insert("remote_multi_nodes_meta_mapping".into(), json!({}));
         other.insert("num_prompt_blocks".into(), json!(self.blocks.len()));
         other.insert("remote_kv_seal".into(), json!(self.seal.to_string()));
+        if let Some(lease) = self.lease.and_then(|l| u64::try_from(l.as_millis()).ok()) {
+            other.insert(LEASE.into(), json!(lease));
+        }
         KvTransferParams {
             do_remote_decode: false,
             do_remote_prefill: true,
@@ -157,6 +168,16 @@ impl RemoteHandle {
                     "must be 32 hexadecimal digits, as twinfer's prefill instances send",
                 )
             })?;
+        let lease = match params.other.get(LEASE) {
+            None | Some(Value::Null) => None,
+            Some(value) => match value.as_u64() {
+                Some(ms @ 1..=LONGEST_LEASE_MS) => Some(Duration::from_millis(ms)),
+                _ => {
+                    let what = format!("must be 1 to {LONGEST_LEASE_MS} milliseconds");
+                    return Err(invalid(LEASE, &what));
+                }
+            },
+        };
         Ok(Self {
             name: name.to_owned(),
             epoch,
@@ -165,6 +186,7 @@ impl RemoteHandle {
             tokens,
             blocks,
             seal,
+            lease,
         })
     }
 }

@@ -17,6 +17,7 @@ fn handle() -> RemoteHandle {
         tokens: 33,
         blocks: vec![17, 3, 0],
         seal: Seal(9),
+        lease: Some(Duration::from_secs(30)),
     }
 }
 
@@ -41,6 +42,7 @@ fn the_answer_of_prefill_has_the_fields_of_vllm_ascend_and_ours() {
         "remote_ptp_size": 1, "last_token_id": 306, "remote_multi_nodes_meta_mapping": {},
         "num_prompt_blocks": 3, "remote_block_size": 16, "remote_num_tokens": 33,
         "prompt_token_ids": prompt, "remote_kv_seal": "00000000000000000000000000000009",
+        "remote_kv_lease_ms": 30_000,
     });
     assert_eq!(json, expected);
 }
@@ -68,6 +70,16 @@ fn every_field_of_the_wrong_shape_is_named() {
                 json!("-0000000000000abc"),
                 json!("p-abc"),
                 json!(format!("{}-0000000000000abc", "p".repeat(600))),
+            ],
+        ),
+        (
+            "remote_kv_lease_ms",
+            vec![
+                json!(0),
+                json!(-1),
+                json!("30"),
+                json!(1.5),
+                json!(86_400_001),
             ],
         ),
         (

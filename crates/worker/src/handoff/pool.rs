@@ -14,7 +14,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout_at};
 use twinfer_protocol::{ApiError, Epoch, ErrorKind, Fingerprint};
 
-/// Connections in use at the same time; who finds none free waits.
+/// Connections in use at the same time, for each purpose; who finds none free waits.
 const IN_USE_CAP: usize = 64;
 /// Idle connections kept, in all and to one peer.
 const IDLE_CAP: usize = 16;
@@ -30,11 +30,20 @@ pub(crate) struct PoolConfig {
     pub(crate) timeout: Duration,
 }
 
+/// What a connection is for. Renewals and releases have places of their own: fetches from peers that
+/// hang must not end the leases of others.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Purpose {
+    Fetch,
+    Control,
+}
+
 /// Connections to exporters.
 #[derive(Debug)]
 pub(crate) struct Pool {
     config: PoolConfig,
-    places: Arc<Semaphore>,
+    fetches: Arc<Semaphore>,
+    controls: Arc<Semaphore>,
     idle: Mutex<Vec<Idle>>,
     open: Arc<Counter>,
 }
@@ -66,7 +75,8 @@ impl Pool {
     pub(crate) fn new(config: PoolConfig) -> Self {
         Self {
             config,
-            places: Arc::new(Semaphore::new(IN_USE_CAP)),
+            fetches: Arc::new(Semaphore::new(IN_USE_CAP)),
+            controls: Arc::new(Semaphore::new(IN_USE_CAP)),
             idle: Mutex::new(Vec::new()),
             open: Arc::new(Counter::default()),
         }
@@ -78,9 +88,18 @@ impl Pool {
     }
 
     /// A connection to `peer`: an idle one if there is a live one and `fresh` is not asked for.
-    pub(crate) async fn connect(&self, peer: &Peer, fresh: bool) -> Result<Connection, ApiError> {
+    pub(crate) async fn connect(
+        &self,
+        peer: &Peer,
+        fresh: bool,
+        purpose: Purpose,
+    ) -> Result<Connection, ApiError> {
         let deadline = Instant::now() + self.config.timeout;
-        let place = timeout_at(deadline, Arc::clone(&self.places).acquire_owned())
+        let places = match purpose {
+            Purpose::Fetch => &self.fetches,
+            Purpose::Control => &self.controls,
+        };
+        let place = timeout_at(deadline, Arc::clone(places).acquire_owned())
             .await
             .map_err(|_| failed(peer, "all connections of this instance stay in use"))?
             .map_err(|_| failed(peer, "this instance stops"))?;

@@ -138,6 +138,61 @@ async fn releases_that_wait_when_decode_stops_still_arrive() {
     prefill.is_idle().await;
 }
 
+/// Each side has its own `--kv-lease`.
+#[tokio::test]
+async fn a_claim_is_renewed_in_time_for_a_lease_shorter_than_decodes_own() {
+    let options = Options {
+        lease: Duration::from_millis(600),
+        renew_every: Duration::from_secs(3600),
+        ..Options::default()
+    };
+    let (prefill, decode) = (Prefill::start(&options).await, Decode::start(&options));
+    // The keeper has looked, and sleeps.
+    sleep(Duration::from_millis(50)).await;
+    let params = prefill.hold(&prompt(1, 9), &[0, 1, 2]).await;
+    let claim = decode
+        .importer
+        .claim(decode.importer.check(&params).unwrap());
+    sleep(options.lease * 3).await;
+    assert_eq!(prefill.exporter.stats().leases, 1);
+    drop(claim);
+    assert_eq!(prefill.freed(1).await, [0]);
+    assert_eq!(prefill.exporter.stats().expired, 0);
+    prefill.is_idle().await;
+}
+
+#[tokio::test]
+async fn peers_that_are_silent_do_not_delay_renewals_to_others() {
+    const FETCHES: u32 = 64;
+    let options = Options {
+        lease: Duration::from_millis(900),
+        blocks: FETCHES,
+        ..Options::default()
+    };
+    let (prefill, decode) = (Prefill::start(&options).await, Decode::start(&options));
+    let prompt = prompt(1, 2);
+    let params = prefill.hold(&prompt, &[0]).await;
+    let claim = |params: &KvTransferParams| {
+        let handle = decode.importer.check(params).unwrap();
+        decode.importer.claim(handle)
+    };
+    let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let elsewhere = redirect(&params, silent.local_addr().unwrap());
+    let kept = claim(&params);
+    // As many as may have a connection, each waiting for a word.
+    let mut fetches = JoinSet::new();
+    for block in 0..FETCHES {
+        let (claim, prompt) = (claim(&elsewhere), prompt.clone());
+        fetches.spawn(async move { claim.fetch(&prompt, &[block], 2, Use::Last).await });
+    }
+    sleep(options.lease * 2).await;
+    assert_eq!(prefill.exporter.stats().expired, 0);
+    fetches.shutdown().await;
+    drop(kept);
+    assert_eq!(prefill.freed(1).await, [0]);
+    prefill.is_idle().await;
+}
+
 #[tokio::test]
 async fn a_peer_that_is_silent_does_not_delay_releases_to_others() {
     let options = Options::default();
@@ -241,7 +296,9 @@ async fn a_reader_outlives_its_lease() {
     // 64 KiB per 10 ms, for the first stretch: longer than the lease, but never without progress.
     let slow = Fault::Slow(Duration::from_millis(10), 64);
     let proxy = Proxy::start(prefill.addr(), vec![slow], Vec::new()).await;
-    let params = redirect(&params, proxy.addr);
+    let mut params = redirect(&params, proxy.addr);
+    // Else it would be renewed.
+    params.other.remove("remote_kv_lease_ms");
     let targets = all_blocks();
     let began = Instant::now();
     decode

@@ -114,6 +114,7 @@ async fn fetch_from(greeting: Vec<Say>, answer: Vec<Say>) -> (Result<(), ApiErro
         tokens: 6,
         blocks: vec![4, 6],
         seal: seal(),
+        lease: None,
     };
     let params = handle.to_params(4, None, &PROMPT);
     let fetched = importer.fetch(&params, &PROMPT, &[2, 1], 5).await;
