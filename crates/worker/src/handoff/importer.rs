@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
@@ -113,6 +113,8 @@ pub(crate) struct Shared {
     pub(crate) pool: Pool,
     pub(crate) claims: Mutex<Claims>,
     pub(crate) counters: Counters,
+    /// Releases that were asked for and have neither been answered nor counted as lost.
+    pub(crate) unsettled: AtomicU64,
     peers: PeerList,
     releases: mpsc::Sender<Arc<RemoteHandle>>,
 }
@@ -157,6 +159,7 @@ impl Importer {
             pool,
             claims: Mutex::new(Claims::default()),
             counters: Counters::default(),
+            unsettled: AtomicU64::new(0),
             peers,
             releases,
         });
@@ -240,7 +243,10 @@ impl Importer {
 
     /// Has a handle released soon, without waiting.
     pub fn release_later(&self, handle: Arc<RemoteHandle>) {
+        // Counted first: the keeper may be done with it before this goes on.
+        self.shared.unsettled.fetch_add(1, Ordering::Relaxed);
         if self.shared.releases.try_send(handle).is_err() {
+            self.shared.unsettled.fetch_sub(1, Ordering::Relaxed);
             self.shared.counters.releases_lost.add(1);
         }
     }
