@@ -59,7 +59,7 @@ impl<'a> Builder<'a> {
         Self::with_source(checkpoint, packing, Source::Private(memory), progress)
     }
 
-    /// As [`Builder::new`] into fresh shared memory, for [`Builder::finish`].
+    /// As [`Builder::new`] into fresh shared memory, for [`Builder::complete`].
     pub(crate) fn recorded(
         checkpoint: &'a Checkpoint,
         packing: Packing,

@@ -249,9 +249,10 @@ fn sweep(dir: &Path, but: &str) {
 
 /// A directory of this user alone, made if it is not there.
 fn check_dir(dir: &Path) -> io::Result<()> {
-    match DirBuilder::new().mode(0o700).create(dir) {
-        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
-        _ => {}
+    if let Err(error) = DirBuilder::new().mode(0o700).create(dir)
+        && error.kind() != io::ErrorKind::AlreadyExists
+    {
+        return Err(error);
     }
     let meta = std::fs::symlink_metadata(dir)?;
     let user = std::fs::metadata("/proc/self")?.uid();
