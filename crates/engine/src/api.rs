@@ -36,7 +36,7 @@ pub struct SamplingParams {
     pub seed: u64,
     /// Index of the choice among `n`.
     pub choice: u32,
-    /// Most output tokens.
+    /// Most output tokens; with 0 the prompt is computed and nothing else.
     pub max_tokens: u32,
     /// No end-of-sequence before so many.
     pub min_tokens: u32,
@@ -51,7 +51,7 @@ pub struct SamplingParams {
     /// Alternatives to report per output token; none: no log-probabilities.
     pub logprobs: Option<u32>,
     /// Alternatives to report per prompt token; none: no log-probabilities of the prompt. With some the
-    /// whole prompt is computed, and `max_tokens` may be 0.
+    /// whole prompt is computed here.
     pub prompt_logprobs: Option<u32>,
     /// Leave special tokens out of the text.
     pub skip_special_tokens: bool,

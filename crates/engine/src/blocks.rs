@@ -158,13 +158,6 @@ impl BlockPool {
         }
     }
 
-    /// One more sequence shares these blocks, which are in use or held.
-    pub fn retain(&mut self, table: &[BlockId]) {
-        for &id in table {
-            self.change(id, |owners| owners.refs += 1);
-        }
-    }
-
     /// A sequence gives these blocks back.
     pub fn release(&mut self, table: &[BlockId]) {
         for &id in table.iter().rev() {

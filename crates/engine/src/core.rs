@@ -211,6 +211,11 @@ impl Engine {
         let vocab = self.executor.vocab_size();
         check_prompt(&request.prompt, vocab)?;
         request.params.validate(vocab, &SamplingLimits::default())?;
+        if request.kv == KvSource::Remote && request.params.prompt_logprobs.is_some() {
+            let message = "prompt_logprobs is given for a prompt whose KV comes from another instance; \
+                           log-probabilities of a prompt need all of it computed here";
+            return Err(ApiError::invalid("prompt_logprobs", message));
+        }
         check_length(
             request.prompt.len(),
             request.params.max_tokens,
@@ -290,7 +295,7 @@ impl Engine {
     pub fn step(&mut self) -> Result<Vec<Event>, ExecError> {
         let mut out = StepOutput::new();
         self.step_into(&mut out)?;
-        Ok(out.to_events())
+        Ok(out.drain_events().collect())
     }
 
     /// [`Self::step`] into buffers of the caller, whose old content goes: a step in which nothing begins

@@ -15,6 +15,7 @@ mod prefix;
 pub mod sampler;
 pub mod scheduler;
 mod scripted;
+mod sharing;
 mod speculation;
 pub mod weights;
 
@@ -30,6 +31,7 @@ pub use model::{Probe, ProbeRows, Tap};
 pub use outputs::{EventRef, OutputRef, StepOutput, TokenRef};
 pub use prefix::{BlockChain, BlockKey};
 pub use sampler::{SamplingLimits, check_length, check_prompt};
+pub use sharing::{Sharing, default_share_dir};
 pub use weights::hub_revision;
 
 /// An executor and a tokenizer without a model, for tests of this and other crates.

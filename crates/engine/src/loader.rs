@@ -3,11 +3,13 @@
 use crate::core::max_logits_rows;
 use crate::executor::CpuExecutor;
 use crate::model::{Builder, Decoder, MODEL_REVISION, Packing};
+use crate::sharing::{self, Claim, PackLock, Patience, SHARED_NAME, Segment, Sharing, shared_room};
 use crate::weights::{Checkpoint, WeightsError, inside, read_text};
 use crate::{KvGeometry, MAX_DRAFTS};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use twinfer_config::gguf::{Gguf, GgufError};
 use twinfer_config::model::{
@@ -64,7 +66,10 @@ pub struct LoadOptions<'a> {
     pub max_num_seqs: usize,
     /// Hash of tokenizer and chat template, for the fingerprint.
     pub tokenizer_hash: String,
-    /// Progress of reading.
+    /// Share packed weights with other instances that name the same directory, usually
+    /// [`crate::default_share_dir`]: those of the first are mapped by all. None: they are this process's own.
+    pub share: Option<PathBuf>,
+    /// Progress of reading, or of the instance that packs what this one will share.
     pub progress: Option<Progress<'a>>,
 }
 
@@ -102,6 +107,8 @@ pub struct CheckedModel {
     pub max_model_len: usize,
     /// Bytes of weights in memory.
     pub weight_bytes: u64,
+    /// Bytes of them that another instance has packed already.
+    pub shared_bytes: u64,
     /// Bytes of weights to be read from files.
     pub file_bytes: u64,
     /// Bytes of the largest step's buffers.
@@ -119,6 +126,8 @@ pub struct CheckedModel {
     /// Instruction set that the kernels will use.
     pub isa: Isa,
     checkpoint: Checkpoint,
+    key: String,
+    claim: Option<Claim>,
 }
 
 /// A model ready to run.
@@ -138,6 +147,8 @@ pub struct LoadedModel {
     pub kv_bytes: u64,
     /// Bytes of weights in memory.
     pub weight_bytes: u64,
+    /// Whether packed weights are shared.
+    pub sharing: Sharing,
     /// As in [`CheckedModel`].
     pub warnings: Vec<String>,
 }
@@ -180,6 +191,9 @@ pub enum ModelError {
     /// A kernel refused a shape: config and kernels disagree.
     #[error("weights do not suit the kernels: {0}")]
     Kernel(KernelError),
+    /// Shared weights lack something that this program would have put there.
+    #[error("weights that another instance packed cannot be used: {0}")]
+    Shared(String),
     /// Loading ended early because another part failed.
     #[error("loading was stopped")]
     Stopped,
@@ -201,13 +215,15 @@ impl Default for LoadOptions<'_> {
             max_num_batched_tokens: 512,
             max_num_seqs: 32,
             tokenizer_hash: String::new(),
+            share: None,
             progress: None,
         }
     }
 }
 
 /// Checks everything that can be checked before weights are read: options, config.json, files, sizes,
-/// shapes, memory. Takes milliseconds.
+/// shapes, memory. Takes milliseconds; but if weights are shared and another instance packs them just now, it waits for
+/// that one, and if nobody has them, others wait until the result is loaded or dropped.
 ///
 /// # Errors
 /// See [`ModelError`]; each names the field or file, what was found and what is allowed.
@@ -234,8 +250,19 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
                 value: "larger than memory can be".to_owned(),
                 allowed: "less than 2^63 bytes".to_owned(),
             })?;
+    let (key, claim) = match &options.share {
+        Some(dir) => claim_shared(dir, &config, &checkpoint, options),
+        None => (String::new(), None),
+    };
+    let shared_bytes = match &claim {
+        Some(Claim::Ready(_)) => weight_bytes,
+        _ => 0,
+    };
     let workspace_bytes = config.workspace_bytes(&step_size(&config, options));
-    let loading_bytes = packing.loading_bytes(&specs, &checkpoint, options.threads);
+    let loading_bytes = match shared_bytes {
+        0 => packing.loading_bytes(&specs, &checkpoint, options.threads),
+        _ => 0,
+    };
     let available_bytes = twinfer_sys::available_memory().map_err(|source| ModelError::System {
         what: "find out how much memory is available",
         source,
@@ -253,7 +280,7 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
         },
     };
     let bytes = ModelBytes {
-        weights: weight_bytes,
+        weights: weight_bytes - shared_bytes,
         workspace: workspace_bytes,
         loading: loading_bytes,
     };
@@ -272,6 +299,7 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
         config,
         max_model_len,
         weight_bytes,
+        shared_bytes,
         file_bytes: checkpoint.bytes(),
         workspace_bytes,
         loading_bytes,
@@ -279,6 +307,8 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
         available_bytes,
         warnings,
         checkpoint,
+        key,
+        claim,
         isa,
     })
 }
@@ -304,17 +334,27 @@ impl CheckedModel {
     ///
     /// # Errors
     /// A file fails or changes while it is read; memory, threads or cores cannot be had.
-    pub fn load(self, options: &LoadOptions<'_>) -> Result<LoadedModel, ModelError> {
+    pub fn load(mut self, options: &LoadOptions<'_>) -> Result<LoadedModel, ModelError> {
         let system = |what| move |source| ModelError::System { what, source };
-        // Pieces begin on lines of the cache.
-        let room = (self.weight_bytes as usize).saturating_add(64 * self.checkpoint.tensors());
-        let memory = Pieces::private(room).map_err(system("reserve memory for weights"))?;
-        let packing = packing(options, &self.checkpoint);
-        let builder = Builder::new(&self.checkpoint, packing, memory, options.progress);
-        let model = Decoder::build(&self.config, &builder, options.threads, options.mtp)?;
+        let claim = self.claim.take();
+        let (loaded, sharing) = match claim {
+            None => (self.pack(options)?, Sharing::Off),
+            Some(Claim::Private(reason)) => (self.pack(options)?, Sharing::Private(reason)),
+            Some(Claim::Ready(segment)) => {
+                if let Some(progress) = options.progress {
+                    progress(self.file_bytes, self.file_bytes);
+                }
+                (self.map(options, segment)?, Sharing::Mapped)
+            }
+            Some(Claim::Pack(lock)) => self.pack_shared(options, lock)?,
+        };
+        let Weights {
+            model,
+            hash,
+            warning,
+        } = loaded;
         let mut warnings = self.warnings;
-        warnings.extend(builder.spare_head_warning()?);
-        self.checkpoint.check_unchanged()?;
+        warnings.extend(warning);
 
         let kv = kv_shape(&self.config, options);
         let arena = BlockArena::new(self.num_blocks, kv.layers, kv.unit_bytes())
@@ -343,7 +383,7 @@ impl CheckedModel {
             true => quantization,
             false => format!("{quantization}-{:016x}", xxh3_64(schemes.as_bytes())),
         };
-        let fingerprint = fingerprint(&self.config, builder.weights_hash(), quantization, options);
+        let fingerprint = fingerprint(&self.config, hash, quantization, options);
         let executor = CpuExecutor::new(
             model,
             team,
@@ -360,10 +400,149 @@ impl CheckedModel {
             num_blocks: self.num_blocks,
             kv_bytes: self.kv_bytes,
             weight_bytes: self.weight_bytes,
+            sharing,
             warnings,
             config: self.config,
         })
     }
+}
+
+/// A model's weights, ready to compute with.
+struct Weights {
+    model: Decoder,
+    /// Of the files' bytes.
+    hash: String,
+    warning: Option<String>,
+}
+
+impl CheckedModel {
+    /// Packs weights for this process alone.
+    fn pack(&self, options: &LoadOptions<'_>) -> Result<Weights, ModelError> {
+        let memory = Pieces::private(self.room()).map_err(|source| ModelError::System {
+            what: "reserve memory for weights",
+            source,
+        })?;
+        let packing = packing(options, &self.checkpoint);
+        let builder = Builder::new(&self.checkpoint, packing, memory, options.progress);
+        self.build(&builder, options)
+    }
+
+    /// Packs weights where others find them; for this process alone where that cannot be.
+    fn pack_shared(
+        &self,
+        options: &LoadOptions<'_>,
+        lock: PackLock,
+    ) -> Result<(Weights, Sharing), ModelError> {
+        let pieces =
+            self.checkpoint.tensors() + 2 * self.config.attention.heads() * self.config.layers;
+        let memory = match Pieces::shared(SHARED_NAME, shared_room(self.room(), pieces)) {
+            Ok(memory) => memory,
+            Err(error) => {
+                drop(lock);
+                return Ok((self.pack(options)?, Sharing::Private(error.to_string())));
+            }
+        };
+        let beats = AtomicU64::new(0);
+        let beat = |done, total| lock.progress(done, total, beats.fetch_add(1, Ordering::Relaxed));
+        let progress = |done, total| {
+            beat(done, total);
+            if let Some(progress) = options.progress {
+                progress(done, total);
+            }
+        };
+        let packing = packing(options, &self.checkpoint);
+        let builder = Builder::recorded(&self.checkpoint, packing, memory, Some(&progress));
+        let built = self.build(&builder, options)?;
+        let private = |built, reason: &str| Ok((built, Sharing::Private(reason.to_owned())));
+        // Files that changed meanwhile must not be found under the name of the old ones.
+        if self.key != shared_key(&self.config, &self.checkpoint, options).unwrap_or_default() {
+            return private(
+                built,
+                "files of the model were touched while they were read",
+            );
+        }
+        if !builder.complete(&self.key)? {
+            return private(built, "the weights did not fit the memory planned for them");
+        }
+        // Whoever maps weights to write them keeps them from being sealed.
+        drop(built);
+        let total = self.file_bytes;
+        let sealed = builder
+            .into_memory()
+            .ok_or_else(|| std::io::Error::other("nothing was packed"))
+            .and_then(|memory| memory.seal(|| beat(total, total)))
+            .and_then(|pages| Segment::read(pages, &self.key));
+        let segment = match sealed {
+            Ok(segment) => segment,
+            Err(error) => return Ok((self.pack(options)?, Sharing::Private(error.to_string()))),
+        };
+        let (segment, published) = lock.publish(segment);
+        let sharing = match published {
+            Ok(()) => Sharing::Packed,
+            Err(error) => Sharing::Private(error.to_string()),
+        };
+        Ok((self.map(options, segment)?, sharing))
+    }
+
+    /// Takes weights that are there.
+    fn map(&self, options: &LoadOptions<'_>, segment: Arc<Segment>) -> Result<Weights, ModelError> {
+        let packing = packing(options, &self.checkpoint);
+        let builder = Builder::ready(&self.checkpoint, packing, segment);
+        self.build(&builder, options)
+    }
+
+    fn build(
+        &self,
+        builder: &Builder<'_>,
+        options: &LoadOptions<'_>,
+    ) -> Result<Weights, ModelError> {
+        let model = Decoder::build(&self.config, builder, options.threads, options.mtp)?;
+        let warning = builder.spare_head_warning()?;
+        self.checkpoint.check_unchanged()?;
+        Ok(Weights {
+            model,
+            hash: builder.weights_hash(),
+            warning,
+        })
+    }
+
+    /// Bytes for packed weights: pieces begin on lines of the cache.
+    fn room(&self) -> usize {
+        (self.weight_bytes as usize).saturating_add(64 * self.checkpoint.tensors())
+    }
+}
+
+/// Name of the packed weights, and what becomes of the wish to share them.
+fn claim_shared(
+    dir: &Path,
+    config: &ModelConfig,
+    checkpoint: &Checkpoint,
+    options: &LoadOptions<'_>,
+) -> (String, Option<Claim>) {
+    match shared_key(config, checkpoint, options) {
+        Some(key) => {
+            let claim = sharing::claim(dir, &key, Patience::default(), options.progress);
+            (key, Some(claim))
+        }
+        None => {
+            let reason = "times of the model's files cannot be had".to_owned();
+            (String::new(), Some(Claim::Private(reason)))
+        }
+    }
+}
+
+/// [`sharing::key`] with all options that packed bytes depend on.
+fn shared_key(
+    config: &ModelConfig,
+    checkpoint: &Checkpoint,
+    options: &LoadOptions<'_>,
+) -> Option<String> {
+    let rest = format!(
+        "{:?} {} {MODEL_REVISION}",
+        packing(options, checkpoint),
+        options.mtp
+    );
+    sharing::key(config, checkpoint, &rest)
 }
 
 fn check_options(options: &LoadOptions<'_>) -> Result<Isa, ModelError> {

@@ -25,6 +25,7 @@ mod routing;
 mod rows;
 mod scratch;
 mod step;
+mod stored;
 
 pub(crate) use build::Builder;
 pub(crate) use decoder::Decoder;

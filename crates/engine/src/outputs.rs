@@ -120,6 +120,31 @@ impl StepOutput {
         self.events().map(|event| event.to_event()).collect()
     }
 
+    /// Takes the events out, in order; the memory stays for the next step.
+    pub fn drain_events(&mut self) -> impl ExactSizeIterator<Item = Event> + '_ {
+        let (tokens, logprobs, texts) = (&self.tokens, &self.logprobs, &self.text);
+        self.events.drain(..).map(move |entry| match entry {
+            Entry::Output {
+                id,
+                prompt_logprobs,
+                tokens: range,
+                text,
+                finish,
+            } => Event::Output {
+                id,
+                prompt_logprobs,
+                tokens: tokens[range]
+                    .iter()
+                    .map(|token| token.view(logprobs).to_token())
+                    .collect(),
+                text: texts[text].to_owned(),
+                finish,
+            },
+            Entry::Fetch { id, blocks, tokens } => Event::KvFetch { id, blocks, tokens },
+            Entry::Cancel(id) => Event::KvFetchCancel { id },
+        })
+    }
+
     pub(crate) fn clear(&mut self) {
         self.events.clear();
         self.tokens.clear();
@@ -186,10 +211,16 @@ impl<'a> OutputRef<'a> {
     /// Tokens of this step.
     pub fn tokens(&self) -> impl ExactSizeIterator<Item = TokenRef<'a>> {
         let all = self.logprobs;
-        self.tokens.iter().map(move |token| TokenRef {
-            id: token.id,
-            logprobs: token.own.map(|own| (own, &all[token.top.clone()])),
-        })
+        self.tokens.iter().map(move |token| token.view(all))
+    }
+}
+
+impl Token {
+    fn view<'a>(&self, all: &'a [Logprob]) -> TokenRef<'a> {
+        TokenRef {
+            id: self.id,
+            logprobs: self.own.map(|own| (own, &all[self.top.clone()])),
+        }
     }
 }
 

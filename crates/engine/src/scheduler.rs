@@ -9,7 +9,8 @@
 //! * A sequence that needs a block when there is none takes it from the youngest one, never from an
 //!   older one, and waits with its blocks in place when it is the youngest itself. The oldest can
 //!   therefore always go on, unless what it lacks is held or being fetched, and both have deadlines.
-//! * Nobody overtakes in the queue; a preempted sequence returns to its place by arrival.
+//! * Nobody overtakes in the queue, but those that wait for the prompt of another; a preempted sequence
+//!   returns to its place by arrival.
 //! * Admission leaves one block for each sequence that has blocks already, so that a newcomer is not
 //!   preempted in the very next step. Each time that a sequence was preempted it asks for four times as
 //!   much room; after [`SURE_AFTER`] times it and those behind it leave all that others can ever need.
@@ -21,10 +22,11 @@
 //! * A sequence is admitted with the longest prefix that is cached, but at least its last token is
 //!   computed, because its logits are needed.
 //! * A sequence that has the same prompt as an earlier one waits until that one's prompt is computed,
-//!   then shares it.
+//!   then shares it. Meanwhile others pass: that prompt may be on its way from another instance.
 //!
 //! What follows for fairness, with R sequences at most (`max_num_seqs`), budget B and interval N:
-//! * A sequence waits only for sequences that came before it. With no more room held by others than is
+//! * A sequence waits only for sequences that came before it, and, if it shares a prompt, for those that got
+//!   in while that was computed or fetched. With no more room held by others than is
 //!   left, it gets blocks when enough of those have ended, each of which ends after `max_len` tokens.
 //! * A sequence that generates gets a token at least every ⌈(R + 1) / B⌉ steps, unless it waits for a block.
 //! * Of the prompts being computed the oldest gets at least max(1, ⌈(B − R) / 2⌉) tokens in a prefill step,

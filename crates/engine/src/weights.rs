@@ -26,6 +26,7 @@ use files::WeightFiles;
 use scheme::telltale;
 use shard::{Info, Place, Shard};
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use twinfer_config::gguf::{Gguf, GgufError};
 use twinfer_config::model::{QuantizationConfig, TensorKind, TensorSpec, TensorSpecs};
@@ -353,6 +354,20 @@ impl Checkpoint {
         let mut bytes = vec![0; place.len];
         shard.read(place, &mut bytes)?;
         Ok(Some(bytes))
+    }
+
+    /// Writes what tells these files, and what is read of them, from others: device, inode, size, times of change of
+    /// each; place, type and scheme of each tensor. Waits some milliseconds if a file is brand new: what is written to
+    /// it from now on must show in its times.
+    ///
+    /// # Errors
+    /// A file's times cannot be had.
+    pub(crate) fn write_identity(&self, out: &mut impl Write) -> std::fmt::Result {
+        for shard in &self.shards {
+            shard.write_identity(out)?;
+        }
+        let schemes: BTreeMap<_, _> = self.schemes.iter().collect();
+        write!(out, "{:?} {schemes:?} {:?}", self.places, self.format)
     }
 
     /// To be called after the last read: a file written to in the meantime may have given old bytes

@@ -17,6 +17,6 @@ pub use response::{
     ChatChoice, ChatChunk, ChatChunkChoice, ChatLogprobs, ChatMessage, ChatResponse,
     ChatTokenLogprob, ChatTopLogprob, Completion, CompletionChoice, CompletionChunk,
     CompletionChunkChoice, CompletionLogprobs, Delta, ModelCard, ModelList, PromptTokensDetails,
-    StopReason, Usage,
+    SharedJson, StopReason, Usage,
 };
 pub use sampling::{MAX_LOGPROBS, MAX_STOPS, SamplingOptions};

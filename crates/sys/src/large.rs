@@ -1,8 +1,9 @@
 //! Memory in large pages, for weights: read front to back they come almost twice as fast as in pages of 4 KiB.
 
+use crate::SealedPages;
 use std::ffi::CStr;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,7 +12,9 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 /// Size and alignment of large pages; right for x86-64 and aarch64 with small pages of 4 KiB, else only a wish.
-const LARGE: usize = 2 << 20;
+pub(crate) const LARGE: usize = 2 << 20;
+/// Bytes that are moved to large pages between two signs of life.
+const COLLAPSED_AT_ONCE: usize = 64 << 20;
 
 /// A zeroed mapping, aligned to 2 MiB, that the kernel was asked to back with large pages. Without them it works the
 /// same, slower.
@@ -23,8 +26,8 @@ pub struct LargePages {
     file: Option<OwnedFd>,
 }
 
-// SAFETY: the mapping belongs to this value alone (a shared file's other mappings are a documented duty); `&self` only
-// reads, `&mut self` writes.
+// SAFETY: the mapping belongs to this value alone, and so does the file behind it, if there is one, as long as this value
+// lives: its descriptor is given to nobody. `&self` only reads, `&mut self` writes.
 unsafe impl Send for LargePages {}
 // SAFETY: as above.
 unsafe impl Sync for LargePages {}
@@ -55,11 +58,8 @@ impl LargePages {
         Ok(pages)
     }
 
-    /// Memory in a file without a name (`memfd`), for other processes to map by its descriptor.
-    ///
-    /// # Errors
-    /// As [`LargePages::private`], and what `memfd_create` and `ftruncate` report.
-    pub fn shared(name: &CStr, length: usize) -> io::Result<Self> {
+    /// Memory in a file without a name (`memfd`), for [`Pieces::seal`].
+    fn shared(name: &CStr, length: usize) -> io::Result<Self> {
         let (base, mapped) = reserve(length)?;
         let mut pages = Self {
             base,
@@ -96,12 +96,6 @@ impl LargePages {
         self.length == 0
     }
 
-    /// The descriptor of shared memory. Others may map it; to write through it while this value is read is their
-    /// fault.
-    pub fn file(&self) -> Option<BorrowedFd<'_>> {
-        self.file.as_ref().map(AsFd::as_fd)
-    }
-
     /// All bytes.
     pub fn as_slice(&self) -> &[u8] {
         // SAFETY: the mapping is readable for `length` bytes as long as this value lives.
@@ -118,10 +112,22 @@ impl LargePages {
     /// themselves (shared memory, usually): call it once after filling. Takes the time of a copy; returns whether it
     /// worked.
     pub fn collapse(&self) -> bool {
-        let base = self.base.as_ptr().cast();
-        // SAFETY: advice on this value's own mapping changes no content.
-        let outcome = unsafe { libc::madvise(base, self.mapped, libc::MADV_COLLAPSE) };
+        self.collapse_part(0, self.mapped)
+    }
+
+    fn collapse_part(&self, offset: usize, length: usize) -> bool {
+        let length = length.min(self.mapped.saturating_sub(offset));
+        // SAFETY: advice on this value's own mapping, of which the range is a part, changes no content.
+        let outcome = unsafe {
+            let start = self.base.as_ptr().add(offset.min(self.mapped));
+            libc::madvise(start.cast(), length, libc::MADV_COLLAPSE)
+        };
         outcome == 0
+    }
+
+    /// Unmaps the memory; its file stays.
+    fn into_file(mut self) -> Option<OwnedFd> {
+        self.file.take()
     }
 
     fn advise(&self) {
@@ -145,7 +151,7 @@ impl Drop for LargePages {
 }
 
 /// Address space without memory: where it begins, aligned, and its length in whole large pages.
-fn reserve(length: usize) -> io::Result<(NonNull<u8>, usize)> {
+pub(crate) fn reserve(length: usize) -> io::Result<(NonNull<u8>, usize)> {
     let invalid = || {
         io::Error::new(
             io::ErrorKind::InvalidInput,
@@ -209,6 +215,51 @@ impl Pieces {
         })
     }
 
+    /// `length` zeroed bytes in a file without a name, which shows as `/memfd:name`. Filled and sealed, other processes
+    /// can map them.
+    ///
+    /// # Errors
+    /// What `memfd_create`, `ftruncate` and `mmap` report; `Unsupported` when such memory cannot be had in large pages
+    /// although private memory can: reading it would be slower.
+    pub fn shared(name: &CStr, length: usize) -> io::Result<Self> {
+        let mut pages = LargePages::shared(name, length)?;
+        if let Some(first) = pages.as_mut_slice().first_mut() {
+            // Written, so that there is a page to move.
+            *first = 0;
+        }
+        if !pages.collapse_part(0, LARGE) && private_large_pages() {
+            return Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                "shared memory cannot be had in large pages here",
+            ));
+        }
+        Ok(Self {
+            pages: Arc::new(pages),
+            next: AtomicUsize::new(0),
+        })
+    }
+
+    /// Makes shared bytes unchangeable, for this process as for all others. All pieces must be gone. `alive` is called
+    /// now and then: moving to large pages takes the time of a copy.
+    ///
+    /// # Errors
+    /// `ResourceBusy` when a piece is left; `InvalidInput` when the memory is private; what sealing or mapping reports.
+    pub fn seal(self, mut alive: impl FnMut()) -> io::Result<SealedPages> {
+        let used = self.next.into_inner();
+        let pages = Arc::try_unwrap(self.pages)
+            .map_err(|_| io::Error::new(io::ErrorKind::ResourceBusy, "a piece is still in use"))?;
+        for offset in (0..used).step_by(COLLAPSED_AT_ONCE) {
+            let left = (used - offset).min(COLLAPSED_AT_ONCE);
+            // Refused where memory is short of large pages: nothing is lost but speed.
+            pages.collapse_part(offset, left.next_multiple_of(LARGE));
+            alive();
+        }
+        let file = pages.into_file().ok_or_else(|| {
+            io::Error::new(io::ErrorKind::InvalidInput, "private memory is not shared")
+        })?;
+        SealedPages::seal(file)
+    }
+
     /// The next `length` bytes; none when so many are not left.
     pub fn take(&self, length: usize) -> Option<Piece> {
         let step = length.checked_next_multiple_of(PIECE_ALIGN)?;
@@ -228,6 +279,11 @@ impl Pieces {
 }
 
 impl Piece {
+    /// Where it begins in the whole.
+    pub fn offset(&self) -> usize {
+        self.offset
+    }
+
     /// Its bytes.
     pub fn as_slice(&self) -> &[u8] {
         // SAFETY: the range lies inside the mapping, was given to this piece alone, and nothing else ever forms a
@@ -246,6 +302,12 @@ impl Piece {
             std::slice::from_raw_parts_mut(start, self.length)
         }
     }
+}
+
+/// Does private memory come in large pages when it is asked for?
+fn private_large_pages() -> bool {
+    std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled")
+        .is_ok_and(|text| !text.contains("[never]"))
 }
 
 #[cfg(test)]
@@ -268,18 +330,6 @@ mod tests {
             let mut bytes = pages.as_slice().iter().enumerate();
             assert!(bytes.all(|(place, &byte)| byte == (place % 251) as u8));
         }
-    }
-
-    #[test]
-    fn shared_memory_has_a_descriptor_that_shows_its_bytes() {
-        let mut pages = LargePages::shared(c"test", 100).unwrap();
-        pages.as_mut_slice()[99] = 7;
-        let file = std::fs::File::from(pages.file().unwrap().try_clone_to_owned().unwrap());
-        let mut read = [0; 100];
-        std::os::unix::fs::FileExt::read_exact_at(&file, &mut read, 0).unwrap();
-        assert_eq!(read[99], 7);
-        assert!(file.set_len(0).is_err());
-        assert!(LargePages::private(1).unwrap().file().is_none());
     }
 
     #[test]

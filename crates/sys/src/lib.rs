@@ -1,5 +1,5 @@
 //! What the operating system offers and safe Rust does not: the KV block arena over an anonymous mapping, read-only
-//! file mappings, files of strangers, memory in large pages, thread affinity, memory limits, and supervision of child processes by pidfd.
+//! file mappings, files of strangers, memory in large pages, memory that processes share, thread affinity, memory limits, and supervision of child processes by pidfd.
 //!
 //! This crate and `kernels` are the only ones with `unsafe`; every such block states why it is sound.
 //! Linux only.
@@ -11,6 +11,7 @@ mod large;
 mod mapped;
 mod memory;
 mod process;
+mod sealed;
 
 pub use affinity::{available_cpus, cgroup_cpu_quota, pin_thread};
 pub use arena::{
@@ -22,3 +23,4 @@ pub use memory::{
     MemoryInfo, available_memory, cgroup_memory_limit, last_level_cache_bytes, memory_info,
 };
 pub use process::{ExitStatus, PidFd, set_parent_death_signal};
+pub use sealed::SealedPages;

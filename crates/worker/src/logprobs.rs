@@ -20,48 +20,72 @@ pub struct Scored<'a> {
     pub top: u32,
 }
 
+/// A prompt's part of the log-probabilities of a completion, and its number of characters: made once, shown
+/// with every choice.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Echoed {
+    part: CompletionLogprobs,
+    characters: u64,
+}
+
+impl Echoed {
+    pub(crate) fn new(tokenizer: &Tokenizer, prompt: Scored<'_>) -> Self {
+        let mut echoed = Self::default();
+        let Self { part, characters } = &mut echoed;
+        if let Some(&first) = prompt.ids.first() {
+            push(tokenizer, part, characters, first, None);
+        }
+        for (own, top) in prompt.logprobs {
+            let top = &top[..top.len().min(prompt.top as usize)];
+            push(tokenizer, part, characters, own.token, Some((own, top)));
+        }
+        echoed
+    }
+}
+
 /// Log-probabilities of some tokens as completions report them, after those of the prompt if that is
 /// echoed; none if they were not asked for. `offset` is the number of characters before, and grows.
 pub(crate) fn completion(
     tokenizer: &Tokenizer,
-    prompt: Option<Scored<'_>>,
+    prompt: Option<&Echoed>,
     tokens: &[OutputToken],
     offset: &mut u64,
 ) -> Option<CompletionLogprobs> {
     let mut out = CompletionLogprobs::default();
-    let mut push = |id: TokenId, logprobs: Option<(&Logprob, &[Logprob])>| {
-        let text = text(tokenizer, id);
-        out.text_offset.push(*offset);
-        *offset += text.chars().count() as u64;
-        out.tokens.push(text);
-        out.token_logprobs
-            .push(logprobs.map(|(own, _)| finite(own.logprob)));
-        out.top_logprobs.push(logprobs.map(|(own, top)| {
-            let mut best = Map::new();
-            for other in top.iter().chain([own]) {
-                // Two tokens may read the same: the better one comes first and stays.
-                let key = self::text(tokenizer, other.token);
-                best.entry(key)
-                    .or_insert_with(|| Value::from(finite(other.logprob)));
-            }
-            best
-        }));
-    };
     if let Some(prompt) = prompt {
-        let none = prompt.ids.first().map(|&id| (id, None));
-        let others = prompt.logprobs.iter().map(|(own, top)| {
-            let top = &top[..top.len().min(prompt.top as usize)];
-            (own.token, Some((own, top)))
-        });
-        none.into_iter()
-            .chain(others)
-            .for_each(|(id, logprobs)| push(id, logprobs));
+        out = prompt.part.clone();
+        *offset += prompt.characters;
     }
     for token in tokens {
         let (own, top) = token.logprobs.as_ref()?;
-        push(token.id, Some((own, top)));
+        push(tokenizer, &mut out, offset, token.id, Some((own, top)));
     }
     Some(out)
+}
+
+fn push(
+    tokenizer: &Tokenizer,
+    out: &mut CompletionLogprobs,
+    offset: &mut u64,
+    id: TokenId,
+    logprobs: Option<(&Logprob, &[Logprob])>,
+) {
+    let text = text(tokenizer, id);
+    out.text_offset.push(*offset);
+    *offset += text.chars().count() as u64;
+    out.tokens.push(text);
+    out.token_logprobs
+        .push(logprobs.map(|(own, _)| finite(own.logprob)));
+    out.top_logprobs.push(logprobs.map(|(own, top)| {
+        let mut best = Map::new();
+        for other in top.iter().chain([own]) {
+            // Two tokens may read the same: the better one comes first and stays.
+            let key = self::text(tokenizer, other.token);
+            best.entry(key)
+                .or_insert_with(|| Value::from(finite(other.logprob)));
+        }
+        best
+    }));
 }
 
 /// Log-probabilities of a prompt as vLLM reports them: null, then an object per token that maps ids to

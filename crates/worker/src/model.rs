@@ -4,7 +4,9 @@ use crate::{LoadProgress, Model, SamplingDefaults, ServeError};
 use std::path::PathBuf;
 use std::sync::Arc;
 use twinfer_config::{FlagError, Quantization, ServeConfig};
-use twinfer_engine::{KvMemory, LoadOptions, ModelError, hub_revision, model_texts};
+use twinfer_engine::{
+    KvMemory, LoadOptions, ModelError, Sharing, default_share_dir, hub_revision, model_texts,
+};
 use twinfer_text::{ChatTemplate, TemplateState, Tokenizer};
 
 /// Part of the available memory that KV gets unless `kv-cache-memory` says how much.
@@ -49,6 +51,7 @@ pub fn load_model(
     told(0, checked.file_bytes);
     tracing::info!(
         weight_bytes = checked.weight_bytes,
+        shared_bytes = checked.shared_bytes,
         kv_bytes = checked.kv_bytes,
         kv_blocks = checked.num_blocks,
         workspace_bytes = checked.workspace_bytes,
@@ -62,6 +65,14 @@ pub fn load_model(
     let loaded = checked.load(&options).map_err(refused)?;
     // What only the values of the weights show.
     warn(loaded.warnings.get(known..).unwrap_or_default());
+    match &loaded.sharing {
+        Sharing::Off => {}
+        Sharing::Packed => tracing::info!("weights packed in shared memory"),
+        Sharing::Mapped => tracing::info!("weights mapped that another instance packed"),
+        Sharing::Private(reason) => {
+            tracing::warn!(%reason, "weights are not shared, but this process's own")
+        }
+    }
     Ok(Model {
         executor: Box::new(loaded.executor),
         tokenizer: Arc::new(tokenizer),
@@ -145,6 +156,7 @@ fn options(config: &ServeConfig) -> Result<LoadOptions<'static>, ServeError> {
         max_num_batched_tokens: config.max_num_batched_tokens as usize,
         max_num_seqs: config.max_num_seqs as usize,
         mtp: config.num_speculative_tokens > 0,
+        share: config.shares_weights().then(default_share_dir),
         max_drafts: config.num_speculative_tokens as usize,
         ..LoadOptions::default()
     })

@@ -17,6 +17,9 @@ use twinfer_text::TextError;
 /// `max_tokens` of completions that say nothing.
 const COMPLETION_TOKENS: u32 = 16;
 
+/// Log-probabilities of prompt tokens that one answer may show; one takes some fifty bytes.
+const MAX_PROMPT_SCORES: u64 = 2 << 20;
+
 /// Which of the two routes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
@@ -270,10 +273,12 @@ fn finish(
     submission: Submission,
 ) -> Result<Prepared, ApiError> {
     let mut requests = Vec::with_capacity(prompts.len() * common.n as usize);
+    let mut scored = 0;
     let cache_salt: Option<Arc<str>> = common.cache_salt.as_deref().map(Into::into);
     for (index, prompt) in prompts.iter().enumerate() {
         let max_tokens = output_limit(instance, kind, &common, prompt.ids.len())?;
-        let scores = scores(&common, prompt, &leg, max_tokens);
+        let scores = scores(&common, prompt, &leg);
+        check_scores(&common, prompt, scores, &mut scored)?;
         let claim = match &leg {
             // Nothing to fetch for a single token: its KV is computed with it.
             // Log-probabilities of a prompt need all of it computed.
@@ -292,8 +297,8 @@ fn finish(
                 max_tokens,
                 common.logprobs,
             );
-            // In a stream each choice shows the prompt by itself.
-            if choice == 0 || common.stream {
+            // The first one's are shown with all.
+            if choice == 0 {
                 params.prompt_logprobs = scores;
             }
             // The others find the KV that the first one fetched or computed.
@@ -333,17 +338,46 @@ fn finish(
 
 /// Alternatives to compute per prompt token: those asked for, or those of the output where the prompt is
 /// echoed; none at all where only KV is wanted.
-fn scores(common: &Common, prompt: &PromptTokens, leg: &Leg, max_tokens: u32) -> Option<u32> {
+fn scores(common: &Common, prompt: &PromptTokens, leg: &Leg) -> Option<u32> {
     if matches!(leg, Leg::Prefill) {
         return None;
     }
     let echoed = common.logprobs.filter(|_| prompt.echo.is_some());
-    let asked = match (common.prompt_logprobs, echoed) {
+    match (common.prompt_logprobs, echoed) {
         (Some(asked), Some(echoed)) => Some(asked.max(echoed)),
         (asked, echoed) => asked.or(echoed),
+    }
+}
+
+/// Adds to `scored` the log-probabilities that an answer shows of a prompt, once for each choice.
+///
+/// Errors: they are too many.
+fn check_scores(
+    common: &Common,
+    prompt: &PromptTokens,
+    scores: Option<u32>,
+    scored: &mut u64,
+) -> Result<(), ApiError> {
+    let Some(alternatives) = scores else {
+        return Ok(());
     };
-    // Nothing else to compute: the engine's word for a request without output.
-    asked.or((max_tokens == 0).then_some(0))
+    let each = (u64::from(alternatives) + 1).saturating_mul(prompt.ids.len() as u64);
+    *scored = scored.saturating_add(each.saturating_mul(common.n.into()));
+    if *scored <= MAX_PROMPT_SCORES {
+        return Ok(());
+    }
+    let param = match common.prompt_logprobs {
+        Some(_) => "prompt_logprobs",
+        None => "logprobs",
+    };
+    Err(ApiError::invalid(
+        param,
+        format!(
+            "{param} with these prompts and n {} asks for {scored} log-probabilities of prompt tokens; \
+             {MAX_PROMPT_SCORES} are allowed",
+            common.n
+        ),
+    ))
 }
 
 /// Output tokens a request may have. What it asks for must fit; what it leaves open is filled up.
@@ -369,14 +403,17 @@ fn output_limit(
     let too_long = |message: String| {
         Err(ApiError::new(ErrorKind::ContextLengthExceeded, message).with_param(param))
     };
-    let Some(left) = context.checked_sub(prompt).filter(|left| *left > 0) else {
+    let asked = common.sampling.max_tokens;
+    // Without output the prompt may fill the context.
+    let room = context.checked_sub(prompt);
+    let Some(left) = room.filter(|left| *left > 0 || asked == Some(0)) else {
         return too_long(format!(
             "this model's maximum context length is {context} tokens, input and output together; \
              the prompt has {prompt}"
         ));
     };
     let field = common.sampling.max_tokens_field;
-    match common.sampling.max_tokens {
+    match asked {
         Some(asked) if asked > limits.max_output_tokens => Err(ApiError::invalid(
             field,
             format!(

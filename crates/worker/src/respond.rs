@@ -2,7 +2,7 @@
 
 use crate::app::Instance;
 use crate::engine::{ChoiceEvent, End, Generation};
-use crate::logprobs::{self, Scored};
+use crate::logprobs::{self, Echoed, Scored};
 use crate::metrics::InstanceMetrics;
 use crate::prepare::{Kind, Prepared, PromptTokens};
 use axum::body::Body;
@@ -12,14 +12,13 @@ use futures_util::stream;
 use http::HeaderValue;
 use http::header::CONTENT_TYPE;
 use serde::Serialize;
-use serde_json::Value;
 use std::convert::Infallible;
 use std::sync::Arc;
 use twinfer_engine::{FinishReason, OutputToken, TokenLogprobs};
 use twinfer_http::sse;
 use twinfer_protocol::openai::{
     ChatChoice, ChatChunk, ChatChunkChoice, ChatMessage, ChatResponse, Common, Completion,
-    CompletionChoice, CompletionChunk, CompletionChunkChoice, Delta, StopReason, Usage,
+    CompletionChoice, CompletionChunk, CompletionChunkChoice, Delta, SharedJson, StopReason, Usage,
 };
 use twinfer_protocol::{ApiError, ErrorKind, KvTransferParams, TokenId};
 
@@ -47,6 +46,14 @@ struct Collected {
     end: Option<End>,
 }
 
+/// What all choices of a prompt show of its log-probabilities.
+struct PromptScores {
+    /// `prompt_logprobs`, if asked for.
+    asked: Option<SharedJson>,
+    /// The part of `logprobs`, if the prompt is echoed.
+    echoed: Option<Echoed>,
+}
+
 /// A whole answer's choices.
 pub(crate) struct Outcome {
     choices: Vec<Collected>,
@@ -66,6 +73,8 @@ struct EventStream {
     generation: Generation,
     first: Option<ChoiceEvent>,
     choices: Vec<Progress>,
+    /// By prompt, from the first event of its first choice on, which comes before those of the others.
+    echoed: Vec<Option<Echoed>>,
     over: bool,
 }
 
@@ -125,8 +134,14 @@ impl Answer {
             .with_cached(cached);
         match self.kind {
             Kind::Completion => {
+                let prompts = (0..self.prompts.len()).map(|prompt| self.scores(prompt, outcome));
+                let prompts = prompts.collect::<Result<Vec<_>, _>>()?;
+                let n = self.common.n.max(1) as usize;
                 let choices = outcome.choices.iter().enumerate();
-                let choices = choices.map(|(i, choice)| self.completion_choice(i, choice, outcome));
+                let choices = choices.map(|(i, choice)| {
+                    let scores = prompts.get(i / n);
+                    self.completion_choice(i, choice, scores)
+                });
                 json(&Completion {
                     id: &self.id,
                     object: COMPLETION,
@@ -151,7 +166,7 @@ impl Answer {
                     service_tier: None,
                     system_fingerprint: None,
                     usage,
-                    prompt_logprobs: self.prompt_logprobs(0, outcome),
+                    prompt_logprobs: self.scores(0, outcome)?.asked,
                     prompt_token_ids: self.prompt_ids(0),
                     kv_transfer_params,
                 })
@@ -168,11 +183,13 @@ impl Answer {
         }
         let count = self.prompts.len() * self.common.n as usize;
         let choices = vec![Progress::default(); count];
+        let echoed = self.prompts.iter().map(|_| None).collect();
         let state = EventStream {
             answer: self,
             generation,
             first,
             choices,
+            echoed,
             over: false,
         };
         let events = stream::unfold(state, |mut state| async move {
@@ -186,7 +203,7 @@ impl Answer {
         &self,
         index: usize,
         choice: &Collected,
-        outcome: &Outcome,
+        scores: Option<&PromptScores>,
     ) -> Result<CompletionChoice, ApiError> {
         let prompt = index / self.common.n as usize;
         let (finish_reason, stop_reason) = choice.finish()?;
@@ -202,8 +219,7 @@ impl Answer {
             text,
             logprobs: wanted
                 .then(|| {
-                    let scores = outcome.prompt_logprobs(prompt, self.common.n);
-                    let echoed = self.echoed(prompt, scores);
+                    let echoed = scores.and_then(|scores| scores.echoed.as_ref());
                     let tokenizer = &self.instance.tokenizer;
                     logprobs::completion(tokenizer, echoed, &choice.tokens, &mut 0)
                 })
@@ -211,7 +227,7 @@ impl Answer {
             finish_reason,
             stop_reason,
             token_ids: self.token_ids(&choice.tokens),
-            prompt_logprobs: self.prompt_logprobs(prompt, outcome),
+            prompt_logprobs: scores.and_then(|scores| scores.asked.clone()),
             prompt_token_ids: self.prompt_ids(prompt),
         })
     }
@@ -241,24 +257,42 @@ impl Answer {
     }
 
     /// The prompt's part of `logprobs`, if the prompt is echoed.
-    fn echoed<'a>(&'a self, prompt: usize, logprobs: &'a [TokenLogprobs]) -> Option<Scored<'a>> {
+    fn echoed(&self, prompt: usize, logprobs: &[TokenLogprobs]) -> Option<Echoed> {
         let top = self.common.logprobs?;
         let prompt = self.prompts.get(prompt).filter(|p| p.echo.is_some())?;
-        Some(Scored {
+        let scored = Scored {
             ids: &prompt.ids,
             logprobs,
             top,
+        };
+        Some(Echoed::new(&self.instance.tokenizer, scored))
+    }
+
+    /// What a prompt's choices show of its log-probabilities.
+    fn scores(&self, prompt: usize, outcome: &Outcome) -> Result<PromptScores, ApiError> {
+        let logprobs = outcome.prompt_logprobs(prompt, self.common.n);
+        let asked = match (self.prompts.get(prompt), self.common.prompt_logprobs) {
+            (Some(prompt), Some(top)) => {
+                let scored = Scored {
+                    ids: &prompt.ids,
+                    logprobs,
+                    top,
+                };
+                let shown = logprobs::prompt(&self.instance.tokenizer, scored);
+                Some(SharedJson::of(&shown).map_err(unwritten)?)
+            }
+            _ => None,
+        };
+        Ok(PromptScores {
+            asked,
+            echoed: self.echoed(prompt, logprobs),
         })
     }
 
-    /// `prompt_logprobs`, if asked for.
-    fn prompt_logprobs(&self, prompt: usize, outcome: &Outcome) -> Option<Value> {
-        let scored = Scored {
-            ids: &self.prompts.get(prompt)?.ids,
-            logprobs: outcome.prompt_logprobs(prompt, self.common.n),
-            top: self.common.prompt_logprobs?,
-        };
-        Some(logprobs::prompt(&self.instance.tokenizer, scored))
+    /// Does the answer show log-probabilities of prompts, which take long to write?
+    pub(crate) fn shows_scores(&self) -> bool {
+        let echoed = self.prompts.iter().any(|prompt| prompt.echo.is_some());
+        self.common.prompt_logprobs.is_some() || (echoed && self.common.logprobs.is_some())
     }
 
     fn usage(&self, completion_tokens: u64) -> Usage {
@@ -359,6 +393,13 @@ impl EventStream {
 
     fn write(&mut self, event: ChoiceEvent, out: &mut Vec<u8>) -> Result<(), ApiError> {
         let answer = &self.answer;
+        let n = answer.common.n.max(1);
+        if event.choice % n == 0
+            && let Some(echoed) = self.echoed.get_mut((event.choice / n) as usize)
+            && echoed.is_none()
+        {
+            *echoed = answer.echoed((event.choice / n) as usize, &event.prompt_logprobs);
+        }
         let finish = event
             .end
             .as_ref()
@@ -399,7 +440,7 @@ impl EventStream {
                 };
                 let logprobs = match common.logprobs {
                     Some(_) => {
-                        let echoed = answer.echoed(prompt, &event.prompt_logprobs);
+                        let echoed = self.echoed.get(prompt).and_then(Option::as_ref);
                         let echoed = echoed.filter(|_| begins);
                         let characters = &mut progress.characters;
                         logprobs::completion(tokenizer, echoed, &event.tokens, characters)
@@ -516,17 +557,19 @@ impl Answer {
 
 /// A JSON answer with status 200.
 pub(crate) fn json<T: Serialize>(body: &T) -> Result<Response, ApiError> {
-    let bytes = serde_json::to_vec(body).map_err(|e| {
-        ApiError::new(
-            ErrorKind::Internal,
-            format!("the answer cannot be written: {e}"),
-        )
-    })?;
+    let bytes = serde_json::to_vec(body).map_err(unwritten)?;
     let mut response = Response::new(Body::from(bytes));
     response
         .headers_mut()
         .insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     Ok(response)
+}
+
+fn unwritten(error: serde_json::Error) -> ApiError {
+    ApiError::new(
+        ErrorKind::Internal,
+        format!("the answer cannot be written: {error}"),
+    )
 }
 
 fn event<T: Serialize>(chunk: &T, out: &mut Vec<u8>) {

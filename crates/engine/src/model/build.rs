@@ -1,4 +1,8 @@
+use super::mla::PerHead;
+use super::norm::Norm;
 use super::packing::Packing;
+use super::stored::{Stored, e4m3_table};
+use crate::sharing::{Entry, Recorder, Segment};
 use crate::weights::{Checkpoint, Scheme, WeightDtype, WeightsError};
 use crate::{ModelError, Progress};
 use std::collections::BTreeMap;
@@ -7,33 +11,29 @@ use std::sync::{Arc, Mutex, PoisonError};
 use twinfer_kernels::{
     Activation, Compute, DType, Format, Int8Rows, KernelError, Matrix, RowScales, Weight, bf16,
 };
-use twinfer_sys::Pieces;
+use twinfer_sys::{Piece, Pieces};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};
-
-use super::norm::Norm;
 
 /// Reads tensors by name into the forms the kernels want, from any number of threads, and hashes
 /// their bytes on the way.
 pub(crate) struct Builder<'a> {
     checkpoint: &'a Checkpoint,
     packing: Packing,
-    /// Packed weights go here; what does not fit is allocated.
-    memory: Pieces,
+    source: Source,
     hashes: Mutex<BTreeMap<String, u128>>,
     done: AtomicU64,
     progress: Option<Progress<'a>>,
     stop: AtomicBool,
 }
 
-/// Values as stored.
-enum Stored {
-    Bf16(Vec<bf16>),
-    F32(Vec<f32>),
-    F16(Vec<half::f16>),
-    F8(Vec<u8>),
-    I8(Vec<i8>),
-    I32(Vec<i32>),
-    I64(Vec<i64>),
+/// Where packed weights come from.
+enum Source {
+    /// They are packed into this memory; what does not fit is allocated.
+    Private(Pieces),
+    /// As above, and it is noted where they are.
+    Recorded(Pieces, Recorder),
+    /// They are there.
+    Ready(Arc<Segment>),
 }
 
 /// int8 rows of one matrix, with what scales them.
@@ -56,10 +56,40 @@ impl<'a> Builder<'a> {
         memory: Pieces,
         progress: Option<Progress<'a>>,
     ) -> Self {
+        Self::with_source(checkpoint, packing, Source::Private(memory), progress)
+    }
+
+    /// As [`Builder::new`] into fresh shared memory, for [`Builder::complete`].
+    pub(crate) fn recorded(
+        checkpoint: &'a Checkpoint,
+        packing: Packing,
+        memory: Pieces,
+        progress: Option<Progress<'a>>,
+    ) -> Self {
+        let recorder = Recorder::new(&memory);
+        let source = Source::Recorded(memory, recorder);
+        Self::with_source(checkpoint, packing, source, progress)
+    }
+
+    /// Takes everything from a segment that was made of the same checkpoint and packing.
+    pub(crate) fn ready(
+        checkpoint: &'a Checkpoint,
+        packing: Packing,
+        segment: Arc<Segment>,
+    ) -> Self {
+        Self::with_source(checkpoint, packing, Source::Ready(segment), None)
+    }
+
+    fn with_source(
+        checkpoint: &'a Checkpoint,
+        packing: Packing,
+        source: Source,
+        progress: Option<Progress<'a>>,
+    ) -> Self {
         Self {
             checkpoint,
             packing,
-            memory,
+            source,
             hashes: Mutex::default(),
             done: AtomicU64::new(0),
             progress,
@@ -67,14 +97,106 @@ impl<'a> Builder<'a> {
         }
     }
 
-    /// What becomes of plain weights.
-    pub(crate) fn packing(&self) -> Packing {
-        self.packing
+    /// Completes recorded memory; false when something lies elsewhere.
+    pub(crate) fn complete(&self, key: &str) -> Result<bool, ModelError> {
+        let Source::Recorded(memory, recorder) = &self.source else {
+            return Ok(false);
+        };
+        let warning = self.spare_head_warning()?;
+        let hash = self.weights_hash();
+        Ok(recorder.finish(memory, key, &hash, warning.as_deref()))
+    }
+
+    /// Recorded memory.
+    pub(crate) fn into_memory(self) -> Option<Pieces> {
+        match self.source {
+            Source::Recorded(memory, _) => Some(memory),
+            _ => None,
+        }
+    }
+
+    /// Room for packed bytes.
+    fn take(&self, bytes: Option<usize>) -> Option<Piece> {
+        let (Source::Private(memory) | Source::Recorded(memory, _)) = &self.source else {
+            return None;
+        };
+        let piece = bytes.and_then(|bytes| memory.take(bytes));
+        if piece.is_none()
+            && let Source::Recorded(_, recorder) = &self.source
+        {
+            recorder.spill();
+        }
+        piece
+    }
+
+    /// Notes where a piece's values are.
+    fn note(&self, name: &str, format: Format, (rows, cols): (usize, usize), piece: &Piece) {
+        if let Source::Recorded(_, recorder) = &self.source {
+            let entry = Entry {
+                format,
+                rows,
+                cols,
+                offset: piece.offset(),
+            };
+            recorder.note(name, entry);
+        }
+    }
+
+    fn segment(&self) -> Option<&Arc<Segment>> {
+        match &self.source {
+            Source::Ready(segment) => Some(segment),
+            _ => None,
+        }
+    }
+
+    /// A matrix, moved to where others find it by `name` if weights are shared.
+    fn settled(&self, name: &str, matrix: Matrix) -> Result<Matrix, ModelError> {
+        let Source::Recorded(..) = &self.source else {
+            return Ok(matrix);
+        };
+        let (rows, cols, dtype) = (matrix.rows(), matrix.cols(), matrix.dtype());
+        let format = Format::Plain(dtype);
+        let Some(mut piece) = self.take(Weight::packed_bytes(format, rows, cols)) else {
+            return Ok(matrix);
+        };
+        Weight::pack_into(Compute::F32, &[&matrix], piece.as_mut_slice())?;
+        self.note(name, format, (rows, cols), &piece);
+        Ok(Matrix::from_shared(rows, cols, dtype, Arc::new(piece), 0)?)
+    }
+
+    /// As [`Builder::settled`], of values that are copied wherever they are used.
+    fn settle_vector(&self, name: &str, values: &[f32]) {
+        let Source::Recorded(..) = &self.source else {
+            return;
+        };
+        let bytes: &[u8] = bytemuck::cast_slice(values);
+        if let Some(mut piece) = self.take(Some(bytes.len())) {
+            piece.as_mut_slice().copy_from_slice(bytes);
+            let format = Format::Plain(DType::F32);
+            self.note(name, format, (1, values.len()), &piece);
+        }
     }
 
     /// A vector as f32.
     pub(crate) fn vector(&self, name: &str) -> Result<Vec<f32>, ModelError> {
+        if let Some(segment) = self.segment() {
+            return segment.vector(name);
+        }
+        let values = self.floats(name)?;
+        self.settle_vector(name, &values);
+        Ok(values)
+    }
+
+    /// A vector that is used in packing only.
+    fn floats(&self, name: &str) -> Result<Vec<f32>, ModelError> {
         Ok(self.stored(name)?.floats())
+    }
+
+    fn floats_if(&self, name: &str) -> Result<Option<Vec<f32>>, ModelError> {
+        match self.checkpoint.dtype(name) {
+            None => Ok(None),
+            Some(_) => self.floats(name).map(Some),
+        }
     }
 
     /// A norm by its module, with what outlier suppression may have left there.
@@ -103,24 +225,26 @@ impl<'a> Builder<'a> {
 
     /// A matrix `[out, in]` of plain numbers, type as stored, to be kept.
     pub(crate) fn kept(&self, name: &str) -> Result<Matrix, ModelError> {
+        if let Some(segment) = self.segment() {
+            return segment.matrix(name);
+        }
         let dtype = match self.checkpoint.dtype(name) {
             Some(WeightDtype::Bf16) => DType::Bf16,
             Some(WeightDtype::F32) => DType::F32,
-            _ => return self.plain(name),
+            _ => return self.settled(name, self.plain(name)?),
         };
         let (rows, cols) = self.shape(name)?;
-        let piece = rows
-            .checked_mul(cols)
-            .and_then(|count| self.memory.take(count.checked_mul(dtype.size())?));
-        let Some(mut piece) = piece else {
+        let format = Format::Plain(dtype);
+        let Some(mut piece) = self.take(Weight::packed_bytes(format, rows, cols)) else {
             return self.plain(name);
         };
         self.read_into(name, piece.as_mut_slice())?;
+        self.note(name, format, (rows, cols), &piece);
         Ok(Matrix::from_shared(rows, cols, dtype, Arc::new(piece), 0)?)
     }
 
-    /// Packs matrices below each other.
-    pub(crate) fn pack(&self, compute: Compute, parts: &[&Matrix]) -> Result<Weight, KernelError> {
+    /// Packs matrices below each other; others find the result by `name`.
+    fn pack(&self, name: &str, compute: Compute, parts: &[&Matrix]) -> Result<Weight, KernelError> {
         let Some((first, others)) = parts.split_first() else {
             return Weight::pack(compute, parts);
         };
@@ -128,17 +252,18 @@ impl<'a> Builder<'a> {
         let stored = if same { first.dtype() } else { DType::F32 };
         let (rows, cols) = (parts.iter().map(|part| part.rows()).sum(), first.cols());
         let format = Format::of(compute, stored);
-        let piece = Weight::packed_bytes(format, rows, cols).and_then(|n| self.memory.take(n));
-        let Some(mut piece) = piece else {
+        let Some(mut piece) = self.take(Weight::packed_bytes(format, rows, cols)) else {
             return Weight::pack(compute, parts);
         };
         Weight::pack_into(compute, parts, piece.as_mut_slice())?;
+        self.note(name, format, (rows, cols), &piece);
         Weight::from_packed(format, rows, cols, Arc::new(piece), 0)
     }
 
-    /// Packs int8 rows below each other.
+    /// Packs int8 rows below each other; others find the result by `name`.
     fn pack_int8(
         &self,
+        name: &str,
         cols: usize,
         parts: &[Int8Rows<'_>],
         activation: Activation,
@@ -146,16 +271,16 @@ impl<'a> Builder<'a> {
         let values: usize = parts.iter().map(|part| part.values.len()).sum();
         let rows = values / cols.max(1);
         let format = Format::Int8(activation);
-        let piece = Weight::packed_bytes(format, rows, cols).and_then(|n| self.memory.take(n));
-        let Some(mut piece) = piece else {
+        let Some(mut piece) = self.take(Weight::packed_bytes(format, rows, cols)) else {
             return Weight::pack_int8(cols, parts, activation);
         };
         Weight::pack_int8_into(cols, parts, activation, piece.as_mut_slice())?;
+        self.note(name, format, (rows, cols), &piece);
         Weight::from_packed(format, rows, cols, Arc::new(piece), 0)
     }
 
     /// A matrix `[out, in]` of plain numbers, type as stored.
-    pub(crate) fn plain(&self, name: &str) -> Result<Matrix, ModelError> {
+    fn plain(&self, name: &str) -> Result<Matrix, ModelError> {
         let (rows, cols) = self.shape(name)?;
         Ok(match self.stored(name)? {
             Stored::Bf16(values) => Matrix::from_bf16(rows, cols, values)?,
@@ -168,27 +293,46 @@ impl<'a> Builder<'a> {
         Ok(Weight::pack(Compute::F32, &[&self.kept(name)?])?)
     }
 
-    /// Is the packed head an exact copy of this embedding?
-    pub(crate) fn shares_embedding(&self, name: &str) -> bool {
+    /// Embedding `name` that is the head too, and the head; no embedding if the head's rows are exact copies of its.
+    pub(crate) fn tied(&self, name: &str) -> Result<(Option<Matrix>, Weight), ModelError> {
         let stored = match self.checkpoint.dtype(name) {
             Some(WeightDtype::Bf16) => DType::Bf16,
             _ => DType::F32,
         };
-        self.packing.shares_embedding(stored)
-    }
-
-    /// The embedding as head.
-    pub(crate) fn tied_head(&self, embedding: &Matrix) -> Result<Weight, ModelError> {
         let compute = self.packing.linear();
         if compute == Compute::F32 {
             // As it lies: one copy for both.
-            return Ok(Weight::pack(compute, &[embedding])?);
+            return Ok((None, Weight::pack(compute, &[&self.kept(name)?])?));
         }
-        Ok(self.pack(compute, &[embedding])?)
+        let (head, shares) = (
+            format!("{name} as head"),
+            self.packing.shares_embedding(stored),
+        );
+        if let Some(segment) = self.segment() {
+            let embedding = (!shares).then(|| self.kept(name)).transpose()?;
+            return Ok((embedding, segment.weight(&head)?));
+        }
+        if shares {
+            let embedding = self.plain(name)?;
+            return Ok((None, self.pack(&head, compute, &[&embedding])?));
+        }
+        let embedding = self.kept(name)?;
+        let weight = self.pack(&head, compute, &[&embedding])?;
+        Ok((Some(embedding), weight))
     }
 
     /// Linear layers with the same input, one below the other, with their biases.
     pub(crate) fn linear<S: AsRef<str>>(&self, modules: &[S]) -> Result<Weight, ModelError> {
+        let joint = modules.iter().map(AsRef::as_ref).collect::<Vec<_>>();
+        let joint = joint.join(" ");
+        let joint_bias = format!("bias of {joint}");
+        if let Some(segment) = self.segment() {
+            let weight = segment.weight(&joint)?;
+            return Ok(match segment.has(&joint_bias) {
+                true => weight.with_bias(segment.vector(&joint_bias)?)?,
+                false => weight,
+            });
+        }
         let name = |module: &S| format!("{}.weight", module.as_ref());
         let float = modules.iter().all(|module| {
             matches!(
@@ -201,25 +345,32 @@ impl<'a> Builder<'a> {
             let mut biases = Vec::with_capacity(modules.len());
             for module in modules {
                 parts.push(self.dense(&name(module))?);
-                biases.push(self.vector_if(&format!("{}.bias", module.as_ref()))?);
+                biases.push(self.floats_if(&format!("{}.bias", module.as_ref()))?);
             }
             let parts: Vec<&Matrix> = parts.iter().collect();
             let rows: Vec<usize> = parts.iter().map(|part| part.rows()).collect();
             (
-                self.pack(self.packing.linear(), &parts)?,
+                self.pack(&joint, self.packing.linear(), &parts)?,
                 joined(biases, &rows),
             )
         } else {
-            self.int8(modules)?
+            self.int8(&joint, modules)?
         };
         Ok(match biases {
-            Some(bias) => weight.with_bias(bias)?,
+            Some(bias) => {
+                self.settle_vector(&joint_bias, &bias);
+                weight.with_bias(bias)?
+            }
             None => weight,
         })
     }
 
     /// Linear layers stored as int8.
-    fn int8<S: AsRef<str>>(&self, modules: &[S]) -> Result<(Weight, Option<Vec<f32>>), ModelError> {
+    fn int8<S: AsRef<str>>(
+        &self,
+        joint: &str,
+        modules: &[S],
+    ) -> Result<(Weight, Option<Vec<f32>>), ModelError> {
         let mut parts = Vec::with_capacity(modules.len());
         let mut cols = 0;
         for module in modules {
@@ -256,7 +407,7 @@ impl<'a> Builder<'a> {
                 },
             })
             .collect();
-        let weight = self.pack_int8(cols, &rows, activation)?;
+        let weight = self.pack_int8(joint, cols, &rows, activation)?;
         drop(rows);
         let counts: Vec<usize> = parts.iter().map(|part| part.values.len() / cols).collect();
         let biases = parts.into_iter().map(|part| part.bias).collect();
@@ -271,25 +422,25 @@ impl<'a> Builder<'a> {
         let Stored::I8(values) = self.stored(&name)? else {
             return Err(refused(format!("{name} is not I8")));
         };
-        let offset = self.vector_if(&part("weight_offset"))?;
+        let offset = self.floats_if(&part("weight_offset"))?;
         if offset.is_some_and(|offset| offset.iter().any(|value| *value != 0.0)) {
             return Err(refused(format!(
                 "{} is not zero; allowed: symmetric weights, whose offset is 0",
                 part("weight_offset")
             )));
         }
-        let bias = self.vector_if(&part("bias"))?;
+        let bias = self.floats_if(&part("bias"))?;
         let scheme = self.checkpoint.scheme(&name);
         let channel = || -> Result<Vec<f32>, ModelError> {
-            let mut scales = self.vector(&part("weight_scale"))?;
+            let mut scales = self.floats(&part("weight_scale"))?;
             if scales.len() == 1 {
                 scales.resize(rows, scales[0]);
             }
             Ok(scales)
         };
         let fixed = |offset: &str| -> Result<Activation, ModelError> {
-            let scale = self.vector(&part("input_scale"))?;
-            let offset = self.vector_if(&part(offset))?.unwrap_or_default();
+            let scale = self.floats(&part("input_scale"))?;
+            let offset = self.floats_if(&part(offset))?.unwrap_or_default();
             let offset = offset.first().copied().unwrap_or(0.0);
             let scale = scale.first().copied().unwrap_or(0.0);
             if !(scale > 0.0 && scale.is_finite()) {
@@ -316,7 +467,7 @@ impl<'a> Builder<'a> {
             ),
             Scheme::SlimStatic => {
                 // Read for the hash of the weights; it is part of deq_scale.
-                self.vector_if(&part("weight_scale"))?;
+                self.floats_if(&part("weight_scale"))?;
                 let scales = Scales::Dequant {
                     scale: self.deq_scale(&part("deq_scale"))?,
                     bias: self.integers(&part("quant_bias"))?,
@@ -361,7 +512,7 @@ impl<'a> Builder<'a> {
                 let Stored::F8(bytes) = self.stored(name)? else {
                     return Err(refused(format!("{name} is not F8_E4M3")));
                 };
-                let factors = self.vector(&format!("{module}.weight_scale_inv"))?;
+                let factors = self.floats(&format!("{module}.weight_scale_inv"))?;
                 let table = e4m3_table();
                 let per_row = cols.div_ceil(block_cols);
                 let mut values = Vec::with_capacity(bytes.len());
@@ -398,9 +549,58 @@ impl<'a> Builder<'a> {
         Ok(Matrix::from_bf16(rows, cols, narrow)?)
     }
 
+    /// A linear layer of `heads` times `pattern` rows, cut so: for each head one matrix of the first and one of the
+    /// second number of rows, the first ones transposed; in the type that is not quantised.
+    pub(crate) fn expansions(
+        &self,
+        name: &str,
+        pattern: [usize; 2],
+        heads: usize,
+    ) -> Result<[PerHead; 2], ModelError> {
+        let part = |which: usize, head: usize| format!("{name} {which} {head}");
+        let compute = self.packing.float;
+        if let Some(segment) = self.segment() {
+            let all = |which: usize| -> Result<PerHead, ModelError> {
+                let names = (0..heads).map(|head| part(which, head));
+                Ok(match compute {
+                    Compute::F32 => {
+                        let all = names.map(|name| segment.matrix(&name));
+                        PerHead::Plain(all.collect::<Result<_, _>>()?)
+                    }
+                    _ => {
+                        let all = names.map(|name| segment.weight(&name));
+                        PerHead::Packed(all.collect::<Result<_, _>>()?)
+                    }
+                })
+            };
+            return Ok([all(0)?, all(1)?]);
+        }
+        let (mut first, mut second) = (Vec::new(), Vec::new());
+        let mut pieces = self.pieces(name, &pattern)?.into_iter();
+        while let (Some(a), Some(b)) = (pieces.next(), pieces.next()) {
+            first.push(a.transposed());
+            second.push(b);
+        }
+        let all = |which: usize, matrices: Vec<Matrix>| -> Result<PerHead, ModelError> {
+            let named = matrices.into_iter().enumerate();
+            let named = named.map(|(head, matrix)| (part(which, head), matrix));
+            Ok(match compute {
+                Compute::F32 => {
+                    let all = named.map(|(name, matrix)| self.settled(&name, matrix));
+                    PerHead::Plain(all.collect::<Result<_, _>>()?)
+                }
+                _ => {
+                    let all = named.map(|(name, matrix)| self.pack(&name, compute, &[&matrix]));
+                    PerHead::Packed(all.collect::<Result<_, _>>()?)
+                }
+            })
+        };
+        Ok([all(0, first)?, all(1, second)?])
+    }
+
     /// A linear layer cut into consecutive pieces of `rows` rows each, a pattern that repeats over all
     /// rows; each piece a matrix of real numbers of its own.
-    pub(crate) fn pieces(&self, name: &str, pattern: &[usize]) -> Result<Vec<Matrix>, ModelError> {
+    fn pieces(&self, name: &str, pattern: &[usize]) -> Result<Vec<Matrix>, ModelError> {
         let whole = self.dense(name)?;
         let mut floats = vec![0.0; whole.rows() * whole.cols()];
         for (row, floats) in floats.chunks_exact_mut(whole.cols()).enumerate() {
@@ -470,6 +670,9 @@ impl<'a> Builder<'a> {
     /// A warning if the files hold a head that differs from the embedding which is used as head. Valid
     /// once the embedding has been read.
     pub(crate) fn spare_head_warning(&self) -> Result<Option<String>, ModelError> {
+        if let Some(segment) = self.segment() {
+            return Ok(segment.warning.clone());
+        }
         let Some(head) = self.checkpoint.read_spare_head()? else {
             return Ok(None);
         };
@@ -483,6 +686,9 @@ impl<'a> Builder<'a> {
     /// Hash over names, types, shapes and bytes of all tensors, independent of how they are spread
     /// over files. Valid once all have been read.
     pub(crate) fn weights_hash(&self) -> String {
+        if let Some(segment) = self.segment() {
+            return segment.weights_hash.clone();
+        }
         let mut hash = Xxh3::new();
         let hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
         for (name, bytes) in hashes.iter() {
@@ -562,26 +768,6 @@ impl<'a> Builder<'a> {
     }
 }
 
-impl Stored {
-    fn floats(self) -> Vec<f32> {
-        match self {
-            Self::Bf16(values) => values.iter().map(|value| value.to_f32()).collect(),
-            Self::F32(values) => values,
-            Self::F16(values) => values.iter().map(|value| value.to_f32()).collect(),
-            Self::F8(values) => {
-                let table = e4m3_table();
-                values
-                    .iter()
-                    .map(|byte| table[usize::from(*byte)])
-                    .collect()
-            }
-            Self::I8(values) => values.iter().map(|value| f32::from(*value)).collect(),
-            Self::I32(values) => values.iter().map(|value| *value as f32).collect(),
-            Self::I64(values) => values.iter().map(|value| *value as f32).collect(),
-        }
-    }
-}
-
 /// The biases of parts of `rows` rows each, one behind the other, with zeros for those that have none.
 fn joined(biases: Vec<Option<Vec<f32>>>, rows: &[usize]) -> Option<Vec<f32>> {
     if biases.iter().all(Option::is_none) {
@@ -614,23 +800,6 @@ fn own_bias(
         })
         .collect();
     bias.iter().any(|value| *value != 0.0).then_some(bias)
-}
-
-/// fp8 e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433): bias 7, subnormals m/8 * 2^-6, no infinity.
-pub(super) fn e4m3_table() -> [f32; 256] {
-    std::array::from_fn(|byte| {
-        let (exponent, mantissa) = ((byte >> 3 & 15) as i32, (byte & 7) as f32);
-        let magnitude = match (exponent, byte & 7) {
-            (15, 7) => f32::NAN,
-            (0, _) => mantissa / 8.0 * 2f32.powi(-6),
-            _ => (1.0 + mantissa / 8.0) * 2f32.powi(exponent - 7),
-        };
-        if byte & 0x80 == 0 {
-            magnitude
-        } else {
-            -magnitude
-        }
-    })
 }
 
 fn absent(name: &str) -> ModelError {

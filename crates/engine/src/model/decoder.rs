@@ -376,13 +376,8 @@ fn ends(config: &ModelConfig, builder: &Builder<'_>) -> Result<(Embedding, Weigh
         let embedding = builder.kept(NAME)?;
         return Ok((Embedding::Own(embedding), builder.linear(&["lm_head"])?));
     }
-    if builder.shares_embedding(NAME) {
-        let embedding = builder.plain(NAME)?;
-        return Ok((Embedding::Head, builder.tied_head(&embedding)?));
-    }
-    let embedding = builder.kept(NAME)?;
-    let head = builder.tied_head(&embedding)?;
-    Ok((Embedding::Own(embedding), head))
+    let (embedding, head) = builder.tied(NAME)?;
+    Ok((embedding.map_or(Embedding::Head, Embedding::Own), head))
 }
 
 /// `y += x`, row by row.

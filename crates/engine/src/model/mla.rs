@@ -12,7 +12,7 @@ use super::{Builder, KvStep, Tap};
 use crate::{ExecError, ModelError};
 use twinfer_config::model::MlaConfig;
 use twinfer_kernels::{
-    Compute, HeadRows, KernelError, Matrix, MlaParams, MlaSeq, ThreadTeam, Weight, mla_attention,
+    HeadRows, KernelError, Matrix, MlaParams, MlaSeq, ThreadTeam, Weight, mla_attention,
     per_head_linear, per_head_product, product, rope_interleaved,
 };
 
@@ -37,24 +37,13 @@ pub(crate) struct Mla {
 
 /// One small matrix per head.
 #[derive(Debug)]
-enum PerHead {
+pub(crate) enum PerHead {
     /// Computed in f32.
     Plain(Vec<Matrix>),
     Packed(Vec<Weight>),
 }
 
 impl PerHead {
-    fn new(builder: &Builder<'_>, matrices: Vec<Matrix>) -> Result<Self, KernelError> {
-        let compute = builder.packing().float;
-        if compute == Compute::F32 {
-            return Ok(Self::Plain(matrices));
-        }
-        let packed = matrices
-            .iter()
-            .map(|matrix| builder.pack(compute, &[matrix]));
-        packed.collect::<Result<_, _>>().map(Self::Packed)
-    }
-
     fn apply(&self, team: &ThreadTeam, x: HeadRows<'_>, y: &mut [f32]) -> Result<(), KernelError> {
         match self {
             Self::Plain(matrices) => per_head_linear(team, x, matrices, y),
@@ -93,22 +82,16 @@ impl Mla {
         // Per head `nope` rows that expand keys, then `v` rows that expand values. A quantised matrix is
         // taken as real numbers: only so are prefill and decode the same function.
         let pattern = [config.qk_nope_head_dim, config.v_head_dim];
-        let mut pieces = builder
-            .pieces(&name("kv_b_proj.weight"), &pattern)?
-            .into_iter();
-        let (mut key_up, mut value_up) = (Vec::new(), Vec::new());
-        while let (Some(key), Some(value)) = (pieces.next(), pieces.next()) {
-            key_up.push(key.transposed());
-            value_up.push(value);
-        }
+        let [key_up, value_up] =
+            builder.expansions(&name("kv_b_proj.weight"), pattern, config.heads)?;
         Ok(Self {
             config: config.clone(),
             scale,
             query,
             kv_down: builder.linear(&[name("kv_a_proj_with_mqa")])?,
             kv_norm: builder.norm(&name("kv_a_layernorm"), LOW_RANK_EPS)?,
-            key_up: PerHead::new(builder, key_up)?,
-            value_up: PerHead::new(builder, value_up)?,
+            key_up,
+            value_up,
             out: builder.linear(&[name("o_proj")])?,
         })
     }

@@ -92,10 +92,6 @@ impl SamplingParams {
             -2.0..=2.0,
             "-2 to 2",
         )?;
-        if self.max_tokens == 0 && self.prompt_logprobs.is_none() {
-            let allowed = "numbers from 1, or 0 with log-probabilities of the prompt";
-            return Err(refuse("max_tokens", 0, allowed));
-        }
         if self.min_tokens > self.max_tokens {
             let allowed = format!("0 to max_tokens, which is {}", self.max_tokens);
             return Err(refuse("min_tokens", self.min_tokens, &allowed));

@@ -242,13 +242,16 @@ impl Scheduler {
         }
     }
 
-    /// The head of the queue, if there is room for it, with the number of its blocks that are cached.
+    /// The first of the queue that does not wait for its leader, if there is room for it, with the number
+    /// of its blocks that are cached.
     fn next_admissible(&self) -> Option<(u64, RequestId, usize)> {
-        let (&arrival, &id) = self.waiting.first_key_value()?;
-        let seq = self.seqs.get(&id)?;
-        if self.open_slots() == 0 || self.waits_for_leader(seq) {
+        if self.open_slots() == 0 {
             return None;
         }
+        let (arrival, id, seq) = self.waiting.iter().find_map(|(&arrival, &id)| {
+            let seq = self.seqs.get(&id)?;
+            (!self.waits_for_leader(seq)).then_some((arrival, id, seq))
+        })?;
         let keys = &seq.keys[..seq.cacheable(self.pool.block_size())];
         let (hit, unused) = self.pool.lookup(keys);
         // Cached blocks that nobody uses count as available until they are taken.

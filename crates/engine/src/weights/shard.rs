@@ -4,15 +4,17 @@ use safetensors::Dtype;
 use safetensors::tensor::Metadata;
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 use twinfer_config::gguf::{Gguf, GgufType};
 use twinfer_sys::file::{open_regular, refuse_lfs_pointer};
 
 /// The format's own limit on its header.
 const MAX_HEADER: u64 = 100_000_000;
 const HEADER_LENGTH: u64 = 8;
+/// File systems keep times in steps no longer than this.
+const TIME_STEP: Duration = Duration::from_millis(20);
 
 /// Type of a tensor's values on disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -306,6 +308,33 @@ impl Shard {
                 source,
             }),
         }
+    }
+
+    /// See [`super::Checkpoint::write_identity`].
+    pub(super) fn write_identity(&self, out: &mut impl std::fmt::Write) -> std::fmt::Result {
+        let stat = || self.file.metadata().map_err(|_| std::fmt::Error);
+        let mut meta = stat()?;
+        let changed = SystemTime::UNIX_EPOCH
+            + Duration::new(
+                u64::try_from(meta.ctime()).unwrap_or(0),
+                u32::try_from(meta.ctime_nsec()).unwrap_or(0),
+            );
+        let age = SystemTime::now().duration_since(changed);
+        if let Some(left) = TIME_STEP.checked_sub(age.unwrap_or(TIME_STEP)) {
+            std::thread::park_timeout(left);
+            meta = stat()?;
+        }
+        write!(
+            out,
+            "{} {} {} {}.{} {}.{} ",
+            meta.dev(),
+            meta.ino(),
+            meta.size(),
+            meta.mtime(),
+            meta.mtime_nsec(),
+            meta.ctime(),
+            meta.ctime_nsec()
+        )
     }
 
     pub(super) fn check_unchanged(&self) -> Result<(), WeightsError> {

@@ -453,3 +453,48 @@ fn one_fetch_serves_all_choices() {
         bench.assert_idle();
     }
 }
+
+/// A fetch may take as long as its deadline; only those that need what it brings wait for it.
+#[test]
+fn others_pass_choices_that_wait_for_a_fetch() {
+    let config = EngineConfig {
+        max_num_seqs: 3,
+        ..roomy()
+    };
+    let mut bench = bench(config, 128);
+    let choices: Vec<_> = (1..5)
+        .map(|id| Request {
+            leader: Some(RequestId(1)),
+            kv: match id {
+                1 => KvSource::Remote,
+                _ => KvSource::Compute,
+            },
+            ..request(id, prompt(3, 15), sampled(id, 5))
+        })
+        .collect();
+    for asked in &choices {
+        bench.engine.submit(asked.clone()).unwrap();
+    }
+    let others: Vec<_> = (20..30)
+        .map(|id| request(id, prompt(id, 9), sampled(id, 6)))
+        .collect();
+    for asked in &others {
+        bench.engine.submit(asked.clone()).unwrap();
+    }
+    bench.run();
+    for asked in &others {
+        bench.got[&asked.id.0].assert_same_output(&alone(asked), "passed");
+    }
+    assert_eq!(bench.got.len(), others.len(), "the choices wait");
+    assert_eq!(bench.engine.stats().load.waiting, 3);
+    // When it has come, they go before those that came after them.
+    let late = request(40, prompt(40, 9), sampled(40, 9));
+    bench.load(1, &prompt(3, 15));
+    bench.engine.submit(late).unwrap();
+    bench.run();
+    for asked in &choices {
+        bench.got[&asked.id.0].assert_same_output(&alone(asked), "after the fetch");
+    }
+    assert_eq!(bench.ended.last(), Some(&40));
+    bench.assert_idle();
+}

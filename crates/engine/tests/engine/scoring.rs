@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use twinfer_engine::testing::{ScriptedExecutor, ScriptedShape};
 use twinfer_engine::{
-    DraftWork, Engine, EngineConfig, ExecError, Executor, FinishReason, KvGeometry, Request,
-    RequestId, SamplingParams, SeqWork,
+    DraftWork, Engine, EngineConfig, ExecError, Executor, FinishReason, KvGeometry, KvSource,
+    Request, RequestId, SamplingParams, SeqWork,
 };
 use twinfer_protocol::TokenId;
 use twinfer_sys::BlockArena;
@@ -65,14 +65,32 @@ fn a_prompt_can_be_scored_without_any_output() {
         );
         bench.assert_idle();
     }
+    // Nor need it be scored: other choices of an answer without output are not.
     let mut bench = bench(roomy(), 64);
     let mut params = sampled(1, 1);
     params.max_tokens = 0;
-    let error = bench
+    bench
         .engine
         .submit(request(1, prompt(1, 4), params))
-        .unwrap_err();
-    assert_eq!(error.param.as_deref(), Some("max_tokens"));
+        .unwrap();
+    bench.run();
+    let got = &bench.got[&1];
+    assert!(got.tokens.is_empty() && got.prompt_logprobs.is_empty());
+    let reason = got.finish.clone().unwrap().reason;
+    assert_eq!(reason, FinishReason::Length);
+    bench.assert_idle();
+}
+
+#[test]
+fn a_prompt_from_another_instance_is_not_scored() {
+    let mut bench = bench(roomy(), 64);
+    let asked = Request {
+        kv: KvSource::Remote,
+        ..scored(1, 9, 3, 1)
+    };
+    let error = bench.engine.submit(asked).unwrap_err();
+    assert_eq!(error.param.as_deref(), Some("prompt_logprobs"));
+    bench.assert_idle();
 }
 
 #[test]

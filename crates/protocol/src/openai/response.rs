@@ -1,6 +1,39 @@
 use crate::{KvTransferParams, TokenId};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use serde_json::value::RawValue;
+use std::sync::Arc;
+
+/// JSON that was written once and stands in several places of an answer.
+#[derive(Clone, Debug)]
+pub struct SharedJson(Arc<RawValue>);
+
+impl SharedJson {
+    /// Writes `value`.
+    ///
+    /// # Errors
+    /// What its `Serialize` reports.
+    pub fn of<T: Serialize + ?Sized>(value: &T) -> serde_json::Result<Self> {
+        Ok(Self(serde_json::value::to_raw_value(value)?.into()))
+    }
+
+    /// The text.
+    pub fn get(&self) -> &str {
+        self.0.get()
+    }
+}
+
+impl PartialEq for SharedJson {
+    fn eq(&self, other: &Self) -> bool {
+        self.get() == other.get()
+    }
+}
+
+impl Serialize for SharedJson {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        self.0.serialize(serializer)
+    }
+}
 
 /// Why a request stopped, beside `finish_reason`: the stop string or the stop token.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -73,7 +106,7 @@ pub struct CompletionChoice {
     pub token_ids: Option<Vec<TokenId>>,
     /// If asked for: per prompt token an object from token ids to `logprob`, `rank`, `decoded_token`; null
     /// for the first.
-    pub prompt_logprobs: Option<Value>,
+    pub prompt_logprobs: Option<SharedJson>,
     /// With `return_token_ids`.
     pub prompt_token_ids: Option<Vec<TokenId>>,
 }
@@ -149,7 +182,7 @@ pub struct ChatResponse<'a> {
     /// Counts.
     pub usage: Usage,
     /// As in [`CompletionChoice`].
-    pub prompt_logprobs: Option<Value>,
+    pub prompt_logprobs: Option<SharedJson>,
     /// With `return_token_ids`.
     pub prompt_token_ids: Option<Vec<TokenId>>,
     /// The handle of a prefill instance, else null.

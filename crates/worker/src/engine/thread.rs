@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 use twinfer_engine::{
     Engine, EngineStats, Event, FinishReason, HeldKv, KvOutcome, OutputToken, PromptSources,
-    Request, RequestId, TokenLogprobs,
+    Request, RequestId, StepOutput, TokenLogprobs,
 };
 use twinfer_protocol::{ApiError, BlockId, ErrorKind};
 
@@ -116,6 +116,8 @@ struct EngineThread {
     fetches: mpsc::Sender<Fetch>,
     metrics: EngineMetrics,
     published: EngineStats,
+    /// Events of a step; kept so that steps need no new memory.
+    out: StepOutput,
 }
 
 /// Runs the engine in the calling thread until it is stopped or cannot go on; `running` gets its handle
@@ -130,6 +132,7 @@ pub(crate) fn run(parts: EngineParts, running: impl FnOnce(EngineHandle)) {
         fetches: parts.fetches,
         metrics: parts.metrics,
         published: stats,
+        out: StepOutput::new(),
     };
     // What warm-up counted is no client's.
     thread.metrics.publish(&stats, &stats);
@@ -177,13 +180,15 @@ impl EngineThread {
             }
             if self.engine.has_work() {
                 let begin = self.shared.begin_step();
-                let events = self.engine.step().map_err(|e| {
+                let mut out = std::mem::take(&mut self.out);
+                self.engine.step_into(&mut out).map_err(|e| {
                     ApiError::new(ErrorKind::Internal, format!("the engine failed: {e}"))
                 })?;
                 let now = self.shared.end_step(begin);
-                for event in events {
+                for event in out.drain_events() {
                     self.dispatch(event, now);
                 }
+                self.out = out;
             }
             self.publish();
         }

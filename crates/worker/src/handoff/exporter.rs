@@ -75,6 +75,14 @@ pub enum BindError {
         /// The host.
         host: String,
     },
+    /// The host is none.
+    #[error("kv-host (host if not given) is {host:?}: {reason}")]
+    BadHost {
+        /// The host.
+        host: String,
+        /// What is wrong with it.
+        reason: String,
+    },
     /// The host has no address.
     #[error("kv-host (host if not given) is {host:?}, which has no address: {reason}")]
     Resolve {

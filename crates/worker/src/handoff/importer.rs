@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::{Notify, mpsc};
 use tokio::time::Instant;
@@ -116,6 +116,8 @@ pub(crate) struct Shared {
     /// A claim must be renewed sooner than the keeper thinks.
     pub(crate) hurry: Notify,
     pub(crate) counters: Counters,
+    /// Releases that were asked for and have neither been answered nor counted as lost.
+    pub(crate) unsettled: AtomicU64,
     peers: PeerList,
     releases: mpsc::Sender<Arc<RemoteHandle>>,
 }
@@ -163,6 +165,7 @@ impl Importer {
             claims: Mutex::new(Claims::default()),
             hurry: Notify::new(),
             counters: Counters::default(),
+            unsettled: AtomicU64::new(0),
             peers,
             releases,
         });
@@ -252,7 +255,10 @@ impl Importer {
 
     /// Has a handle released soon, without waiting.
     pub fn release_later(&self, handle: Arc<RemoteHandle>) {
+        // Counted first: the keeper may be done with it before this goes on.
+        self.shared.unsettled.fetch_add(1, Ordering::Relaxed);
         if self.shared.releases.try_send(handle).is_err() {
+            self.shared.unsettled.fetch_sub(1, Ordering::Relaxed);
             self.shared.counters.releases_lost.add(1);
         }
     }

@@ -7,9 +7,10 @@ use crate::handoff::peers::Peer;
 use crate::handoff::wire::{RENEW_CAP, Request, WireHandle};
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until, timeout};
@@ -32,6 +33,14 @@ pub struct ImporterKeeper {
     releases: mpsc::Receiver<Arc<RemoteHandle>>,
 }
 
+/// Releases that wait, by peer; peers take turns in the order in which their first one came.
+struct Waiting<T> {
+    by_peer: BTreeMap<Peer, Vec<T>>,
+    /// Peers that have some and are not being served.
+    turns: VecDeque<Peer>,
+    busy: BTreeSet<Peer>,
+}
+
 impl ImporterKeeper {
     pub(crate) fn new(shared: Arc<Shared>, releases: mpsc::Receiver<Arc<RemoteHandle>>) -> Self {
         Self { shared, releases }
@@ -49,7 +58,52 @@ impl ImporterKeeper {
             () = &mut releases => return,
         }
         if timeout(LAST_RELEASES, releases).await.is_err() {
-            tracing::info!("some KV was not released in time; its leases end by themselves");
+            let lost = self.shared.unsettled.swap(0, Ordering::Relaxed);
+            self.shared.counters.releases_lost.add(lost);
+            tracing::info!(
+                lost,
+                "KV not released in time; its leases end by themselves"
+            );
+        }
+    }
+}
+
+impl<T> Default for Waiting<T> {
+    fn default() -> Self {
+        Self {
+            by_peer: BTreeMap::new(),
+            turns: VecDeque::new(),
+            busy: BTreeSet::new(),
+        }
+    }
+}
+
+impl<T> Waiting<T> {
+    /// False if too many wait for this peer.
+    fn push(&mut self, peer: &Peer, release: T) -> bool {
+        let releases = self.by_peer.entry(peer.clone()).or_default();
+        if releases.len() >= WAITING_CAP {
+            return false;
+        }
+        releases.push(release);
+        if releases.len() == 1 && !self.busy.contains(peer) {
+            self.turns.push_back(peer.clone());
+        }
+        true
+    }
+
+    /// The peer whose turn it is, with all that waits for it; it is busy until [`Self::done`].
+    fn next(&mut self) -> Option<(Peer, Vec<T>)> {
+        let peer = self.turns.pop_front()?;
+        let releases = self.by_peer.remove(&peer)?;
+        self.busy.insert(peer.clone());
+        Some((peer, releases))
+    }
+
+    fn done(&mut self, peer: Peer) {
+        self.busy.remove(&peer);
+        if self.by_peer.contains_key(&peer) {
+            self.turns.push_back(peer);
         }
     }
 }
@@ -62,15 +116,12 @@ async fn serve_releases(
     shutdown: &CancellationToken,
 ) {
     // A peer that does not answer must not keep those of others waiting.
-    let mut waiting: BTreeMap<Peer, Vec<Arc<RemoteHandle>>> = BTreeMap::new();
-    let mut busy: BTreeSet<Peer> = BTreeSet::new();
+    let mut waiting = Waiting::default();
     let mut running = FuturesUnordered::new();
     loop {
         while running.len() < RELEASED_AT_ONCE
-            && let Some(peer) = waiting.keys().find(|&peer| !busy.contains(peer)).cloned()
-            && let Some(handles) = waiting.remove(&peer)
+            && let Some((peer, handles)) = waiting.next()
         {
-            busy.insert(peer.clone());
             running.push(release(importer, peer, handles));
         }
         if queue.is_closed() && queue.is_empty() && running.is_empty() {
@@ -79,15 +130,13 @@ async fn serve_releases(
         tokio::select! {
             () = shutdown.cancelled(), if !queue.is_closed() => queue.close(),
             Some(handle) = queue.recv() => {
-                let handles = waiting.entry(handle.peer.clone()).or_default();
-                match handles.len() < WAITING_CAP {
-                    true => handles.push(handle),
-                    false => importer.shared.counters.releases_lost.add(1),
+                let peer = handle.peer.clone();
+                if !waiting.push(&peer, handle) {
+                    importer.shared.unsettled.fetch_sub(1, Ordering::Relaxed);
+                    importer.shared.counters.releases_lost.add(1);
                 }
             }
-            Some(peer) = running.next() => {
-                busy.remove(&peer);
-            }
+            Some(peer) = running.next() => waiting.done(peer),
             // The queue is closed and empty, and nothing runs.
             else => {}
         }
@@ -96,12 +145,17 @@ async fn serve_releases(
 
 /// Releases handles of one peer; the first failure to reach it ends the attempt. Returns the peer.
 async fn release(importer: &Importer, peer: Peer, handles: Vec<Arc<RemoteHandle>>) -> Peer {
+    let unsettled = &importer.shared.unsettled;
     for (done, handle) in handles.iter().enumerate() {
-        if let Err(error) = importer.release(handle).await {
+        let released = importer.release(handle).await;
+        unsettled.fetch_sub(1, Ordering::Relaxed);
+        if let Err(error) = released {
             let lost = handles.len() - done;
             tracing::info!(%peer, lost, %error, "KV not released; its leases end by themselves");
             // This one is counted already.
-            importer.shared.counters.releases_lost.add(lost as u64 - 1);
+            let others = lost as u64 - 1;
+            unsettled.fetch_sub(others, Ordering::Relaxed);
+            importer.shared.counters.releases_lost.add(others);
             break;
         }
     }
@@ -178,4 +232,39 @@ async fn renew(shared: &Shared, peer: Peer, handles: Vec<Arc<RemoteHandle>>) -> 
         }
     }
     peer
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn peer(port: u16) -> Peer {
+        Peer::parse(&format!("127.0.0.1:{port}")).unwrap()
+    }
+
+    #[test]
+    fn peers_take_turns_and_none_is_served_twice_at_once() {
+        let mut waiting = Waiting::default();
+        for port in [9, 3, 7] {
+            assert!(waiting.push(&peer(port), port));
+        }
+        let (first, releases) = waiting.next().unwrap();
+        assert_eq!((&first, &releases[..]), (&peer(9), &[9][..]));
+        // More for one that is busy waits for its next turn, behind those that came before.
+        assert!(waiting.push(&first, 10) && waiting.push(&first, 11));
+        assert_eq!(waiting.next().unwrap().0, peer(3));
+        assert!(waiting.push(&peer(1), 1));
+        waiting.done(first);
+        let order: Vec<Peer> = std::iter::from_fn(|| Some(waiting.next()?.0)).collect();
+        assert_eq!(order, [peer(7), peer(1), peer(9)]);
+    }
+
+    #[test]
+    fn a_peer_has_so_many_waiting_at_most() {
+        let mut waiting = Waiting::default();
+        let taken = (0..WAITING_CAP + 5).filter(|&n| waiting.push(&peer(1), n));
+        assert_eq!(taken.count(), WAITING_CAP);
+        assert_eq!(waiting.next().unwrap().1.len(), WAITING_CAP);
+        assert!(waiting.next().is_none());
+    }
 }

@@ -32,7 +32,7 @@ impl KvListener {
         keyed: bool,
     ) -> Result<Self, BindError> {
         let named = || host.to_owned();
-        let wanted = Host::parse(host).map_err(|error| BindError::Resolve {
+        let wanted = Host::parse(host).map_err(|error| BindError::BadHost {
             host: named(),
             reason: error.problem,
         })?;

@@ -117,6 +117,94 @@ async fn a_prompt_is_scored_without_output() {
 }
 
 #[tokio::test]
+async fn a_prompt_is_scored_once_for_all_choices() {
+    let server = Server::start(Default::default()).await;
+    let labels = "engine=\"0\",model_name=\"scripted\"";
+    let computed = async || {
+        let series =
+            format!("vllm:prompt_tokens_by_source_total{{{labels},source=\"local_compute\"}}");
+        server.metric(&series).await
+    };
+    let prompt = "say:a prompt of some length|";
+    for (extra, stream) in [
+        (json!({"echo": true, "logprobs": 1}), false),
+        (json!({"echo": true, "logprobs": 1}), true),
+        (json!({"echo": true, "logprobs": 1, "max_tokens": 0}), true),
+        (json!({"prompt_logprobs": 1}), false),
+    ] {
+        let before = computed().await;
+        let mut body = json!({"prompt": prompt, "max_tokens": 2, "n": 6, "stream": stream});
+        for (key, value) in extra.as_object().unwrap() {
+            body[key] = value.clone();
+        }
+        if stream {
+            let events = server.client.open(PATH, &body).await.events().await;
+            let mut lengths = vec![0; 6];
+            for event in &events {
+                let Some(choice) = event["choices"].get(0) else {
+                    continue;
+                };
+                let index = choice["index"].as_u64().unwrap() as usize;
+                lengths[index] += choice["logprobs"]["tokens"].as_array().map_or(0, Vec::len);
+            }
+            let output = body["max_tokens"].as_u64().unwrap() as usize;
+            assert_eq!(lengths, vec![prompt.len() + output; 6], "{body}");
+        } else {
+            let answer = server.client.complete(&body).await;
+            let first = &answer["choices"][0];
+            for choice in answer["choices"].as_array().unwrap() {
+                assert_eq!(choice["prompt_logprobs"], first["prompt_logprobs"]);
+                assert_eq!(
+                    choice["logprobs"]["tokens"][3],
+                    first["logprobs"]["tokens"][3]
+                );
+            }
+        }
+        // The first choice computes all of the prompt, the others what is left of its last block.
+        let new = computed().await - before;
+        let most = (prompt.len() + 5 * 16) as f64;
+        assert!(
+            new >= prompt.len() as f64 && new <= most,
+            "{new} for {body}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_prompt_without_output_may_fill_the_context() {
+    let server = Server::start(Default::default()).await;
+    let mut body =
+        json!({"prompt": vec![97; CONTEXT], "echo": true, "max_tokens": 0, "logprobs": 0});
+    let answer = server.client.complete(&body).await;
+    let tokens = answer["choices"][0]["logprobs"]["tokens"].as_array();
+    assert_eq!(tokens.unwrap().len(), CONTEXT);
+    for (tokens, prompt) in [(1, CONTEXT), (0, CONTEXT + 1)] {
+        body["max_tokens"] = json!(tokens);
+        body["prompt"] = json!(vec![97; prompt]);
+        let (status, _, param, _) = server.client.post(PATH, &body).await.error();
+        assert_eq!((status, param.as_deref()), (400, Some("prompt")));
+    }
+}
+
+/// What an answer shows of prompts is bounded: an entry takes some fifty bytes, and choices repeat it.
+#[tokio::test]
+async fn too_many_log_probabilities_of_prompts_are_refused_by_name() {
+    let server = Server::with(|config| config.max_waiting = 1000).await;
+    let prompts: Vec<_> = (0..8).map(|_| vec![97; CONTEXT - 1]).collect();
+    let mut body = json!({"prompt": prompts, "prompt_logprobs": 20, "max_tokens": 1, "n": 64});
+    let asked = 8 * 64 * (CONTEXT - 1) * 21;
+    let (status, _, param, message) = server.client.post(PATH, &body).await.error();
+    assert_eq!((status, param.as_deref()), (400, Some("prompt_logprobs")));
+    assert!(asked > 2 << 20 && message.contains("2097152"), "{message}");
+    body["prompt_logprobs"] = Value::Null;
+    body["echo"] = json!(true);
+    body["logprobs"] = json!(19);
+    let (status, _, param, _) = server.client.post(PATH, &body).await.error();
+    assert_eq!((status, param.as_deref()), (400, Some("logprobs")));
+    server.kv_idle(crate::support::LIMIT).await;
+}
+
+#[tokio::test]
 async fn prompt_logprobs_have_the_form_of_vllm() {
     let server = Server::start(Default::default()).await;
     let body = json!({"prompt": "say:ab|a", "prompt_logprobs": 2, "max_tokens": 2, "n": 2});

@@ -99,7 +99,7 @@ async fn what_keeps_an_instance_from_starting_is_named() {
     let taken = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = taken.local_addr().unwrap().port();
     type Change = Box<dyn Fn(&mut ServeConfig)>;
-    let faults: [(Change, ExitClass, String); 13] = [
+    let faults: [(Change, ExitClass, String); 14] = [
         (
             Box::new(move |c| c.port = port),
             ExitClass::Unavailable,
@@ -119,6 +119,11 @@ async fn what_keeps_an_instance_from_starting_is_named() {
             Box::new(|c| c.kv_host = Some("0.0.0.0".into())),
             ExitClass::Config,
             "peer key".into(),
+        ),
+        (
+            Box::new(|c| c.kv_host = Some("not a host".into())),
+            ExitClass::Config,
+            "kv-host".into(),
         ),
         (
             Box::new(|c| c.kv_advertise_host = Some("::".into())),
