@@ -179,17 +179,12 @@ pub struct ServeConfig {
     #[serde(default)]
     pub no_enable_prefix_caching: bool,
 
-    /// Instances of this node that serve the same model share one copy of its packed weights; this is the default. They
-    /// must run as the same user and see each other's processes and the same /dev/shm, where only small files lie: the
+    /// Instances of this node that serve the same model, and say so too, share one copy of its packed weights. They must
+    /// run as the same user and see each other's processes and the same /dev/shm, where only small files lie: the
     /// weights' size is not limited by it. Where that cannot be, weights are private and the log says why.
-    #[arg(long, overrides_with = "no_share_weights")]
+    #[arg(long)]
     #[serde(default)]
     pub share_weights: bool,
-
-    /// Packed weights are this process's own.
-    #[arg(long, overrides_with = "share_weights")]
-    #[serde(default)]
-    pub no_share_weights: bool,
 
     /// Tokens that the model's MTP layer proposes per step, 0 to 5; more than one reuse the layer.
     #[arg(long, default_value_t = 0, value_parser = count::<0, 5>)]
@@ -269,11 +264,6 @@ impl ServeConfig {
     /// Is the prefix cache on?
     pub fn prefix_caching(&self) -> bool {
         self.enable_prefix_caching || !self.no_enable_prefix_caching
-    }
-
-    /// Are packed weights shared?
-    pub fn shares_weights(&self) -> bool {
-        self.share_weights || !self.no_share_weights
     }
 }
 

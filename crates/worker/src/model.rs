@@ -156,7 +156,7 @@ fn options(config: &ServeConfig) -> Result<LoadOptions<'static>, ServeError> {
         max_num_batched_tokens: config.max_num_batched_tokens as usize,
         max_num_seqs: config.max_num_seqs as usize,
         mtp: config.num_speculative_tokens > 0,
-        share: config.shares_weights().then(default_share_dir),
+        share: config.share_weights.then(default_share_dir),
         max_drafts: config.num_speculative_tokens as usize,
         ..LoadOptions::default()
     })

@@ -98,7 +98,6 @@ pub(crate) fn config() -> ServeConfig {
         enable_prefix_caching: false,
         no_enable_prefix_caching: false,
         share_weights: false,
-        no_share_weights: false,
         num_speculative_tokens: 0,
         adaptive_draft_length: false,
         prefill_any_interval: 1,
