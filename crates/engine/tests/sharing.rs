@@ -285,7 +285,7 @@ fn who_comes_while_another_packs_waits_for_it() {
 fn other_files_options_and_layouts_are_never_mapped() {
     let (_keep, share) = empty();
     let dir = tempfile::tempdir().unwrap();
-    for entry in std::fs::read_dir(golden("qwen3")).unwrap() {
+    for entry in std::fs::read_dir(golden("llama")).unwrap() {
         let path = entry.unwrap().path();
         std::fs::copy(&path, dir.path().join(path.file_name().unwrap())).unwrap();
     }
