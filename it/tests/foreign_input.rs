@@ -72,7 +72,7 @@ impl Legs {
                         "/v1/completions",
                         json!({"prompt": [10], "allowed_token_ids": [id]}),
                     ),
-                    ("/v1/completions", json!({"prompt": [id], "echo": true})),
+                    ("/v1/completions", json!({"prompt": [10, id], "echo": true})),
                     (
                         "/v1/completions",
                         json!({"prompt": [10, id], "prompt_logprobs": 1}),

@@ -374,7 +374,7 @@ pub struct EngineStats {
     pub output_tokens: u64,
     /// Preemptions.
     pub preemptions: u64,
-    /// Prompt tokens of requests that looked for a cached prefix.
+    /// Prompt tokens of requests that looked for a cached prefix: those with a whole block before the last token.
     pub cache_queries: u64,
     /// Those that were found.
     pub cache_hits: u64,

@@ -135,8 +135,8 @@ impl Checkpoint {
         let files = WeightFiles::find(dir)?;
         let format = Format::of(files.description.as_deref(), quantization)?;
         let mut shards = Vec::with_capacity(files.shards.len());
-        for path in &files.shards {
-            shards.push(Shard::open(path)?);
+        for (name, path) in &files.shards {
+            shards.push(Shard::open(name, path)?);
         }
         Self::check(shards, &files, format, specs)
     }

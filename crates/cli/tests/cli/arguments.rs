@@ -158,7 +158,11 @@ fn wrong_arguments_and_files_have_their_exit_codes_and_are_named() {
             "seconds from 0 to 86400",
         ),
         (&["fake", "--ttft", "-1"], 2, "seconds from 0 to 86400"),
-        (&["machine", "--threads", "0"], 2, "1 to 4096"),
+        (
+            &["machine", "--threads", "0"],
+            2,
+            "1 to the number of cores",
+        ),
         (&["machine", "--seconds", "nan"], 2, "--seconds"),
         (
             &["fake", "--role", "x"],

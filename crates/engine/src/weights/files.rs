@@ -16,8 +16,8 @@ const DESCRIPTION: &str = "quant_model_description";
 /// The weight files of a directory.
 #[derive(Default)]
 pub(super) struct WeightFiles {
-    /// Files to open, without doubles, in order of name.
-    pub(super) shards: Vec<PathBuf>,
+    /// Files to open, without doubles, in order of name: name in the directory, and path after links.
+    pub(super) shards: Vec<(String, PathBuf)>,
     /// Tensor to file name, as the index says; empty without an index.
     pub(super) map: BTreeMap<String, String>,
     /// Weight files that the index does not name.
@@ -63,7 +63,7 @@ impl WeightFiles {
             }
             [] => match weights[..] {
                 [one] => Self {
-                    shards: vec![inside(dir, one)?],
+                    shards: vec![((*one).clone(), inside(dir, one)?)],
                     map: BTreeMap::new(),
                     unnamed: Vec::new(),
                     description: None,
@@ -139,8 +139,8 @@ impl WeightFiles {
         }
         let shards = named
             .iter()
-            .map(|name| inside(dir, name))
-            .collect::<Result<_, _>>()?;
+            .map(|name| Ok(((*name).clone(), inside(dir, name)?)))
+            .collect::<Result<_, WeightsError>>()?;
         Ok(Self {
             shards,
             map,

@@ -122,7 +122,7 @@ impl WeightDtype {
 }
 
 impl Shard {
-    pub(super) fn open(path: &Path) -> Result<Self, WeightsError> {
+    pub(super) fn open(name: &str, path: &Path) -> Result<Self, WeightsError> {
         let io = |source| WeightsError::Io {
             path: path.to_owned(),
             source,
@@ -199,7 +199,14 @@ impl Shard {
                 })
             })
             .collect();
-        Ok(Self::new(path, file, size, meta.modified().ok(), tensors))
+        Ok(Self::new(
+            name.to_owned(),
+            path,
+            file,
+            size,
+            meta.modified().ok(),
+            tensors,
+        ))
     }
 
     /// The tensors of a GGUF file under their names in a Hugging Face checkpoint.
@@ -234,7 +241,12 @@ impl Shard {
                 },
             })
             .collect();
+        let name = path
+            .file_name()
+            .map(|name| name.to_string_lossy().into_owned())
+            .unwrap_or_default();
         Ok(Self::new(
+            name,
             path,
             file,
             meta.len(),
@@ -244,16 +256,13 @@ impl Shard {
     }
 
     fn new(
+        name: String,
         path: &Path,
         file: File,
         size: u64,
         modified: Option<SystemTime>,
         tensors: Vec<Info>,
     ) -> Self {
-        let name = path
-            .file_name()
-            .map(|name| name.to_string_lossy().into_owned())
-            .unwrap_or_default();
         Self {
             path: path.to_owned(),
             name,

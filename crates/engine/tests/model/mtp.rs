@@ -220,7 +220,8 @@ fn the_layer_has_kv_of_its_own_and_only_when_it_is_loaded() {
         ),
         (1, 0)
     );
-    assert_ne!(with.fingerprint.config, without.fingerprint.config);
+    assert!(with.fingerprint.mtp && !without.fingerprint.mtp);
+    assert_ne!(with.fingerprint.id, without.fingerprint.id);
     let options = LoadOptions {
         mtp: true,
         ..LoadOptions::default()

@@ -151,8 +151,38 @@ pub fn product_gated(
     room: &mut Vec<f32>,
     y: &mut [f32],
 ) -> Result<(), KernelError> {
+    if let Form::Plain(_) = w.form() {
+        return product(team, gate_rows(team, x, w, room, y)?, w, y);
+    }
     let m = y.len() / w.rows();
     grouped_product_gated(team, x, &[(w, 0..m)], room, y)
+}
+
+/// Rows of x `[m, 2 k]` and y `[m, n]`.
+fn rows_of_halves(w: &Weight, x: usize, y: usize) -> Result<usize, KernelError> {
+    let m = x / (2 * w.cols());
+    ensure_shape!(
+        x == m * 2 * w.cols() && y == m * w.rows(),
+        "x of {x} and y of {y} values for a gated product with {w:?}"
+    );
+    Ok(m)
+}
+
+/// silu(gate) · up of all rows into `room`, for weights in f32.
+fn gate_rows<'a>(
+    team: &ThreadTeam,
+    x: &[f32],
+    w: &Weight,
+    room: &'a mut Vec<f32>,
+    y: &[f32],
+) -> Result<&'a [f32], KernelError> {
+    let (k, m) = (w.cols(), rows_of_halves(w, x.len(), y.len())?);
+    if room.len() < m * k {
+        room.resize(m * k, 0.0);
+    }
+    let gated = &mut room[..m * k];
+    silu_mul_halves(team, x, k, gated)?;
+    Ok(gated)
 }
 
 /// [`grouped_product`] of silu(gate) · up for rows `[gate | up]` of x `[m, 2 k]`; `room` as in [`product_gated`].
@@ -169,22 +199,19 @@ pub fn grouped_product_gated(
     let Some((first, _)) = groups.first() else {
         return Ok(());
     };
-    let k = first.cols();
-    let m = x.len() / (2 * k);
-    ensure_shape!(
-        x.len() == m * 2 * k && y.len() == m * first.rows(),
-        "x of {} and y of {} values for a gated product with {first:?}",
-        x.len(),
-        y.len()
-    );
     if let Form::Plain(_) = first.form() {
-        if room.len() < m * k {
-            room.resize(m * k, 0.0);
-        }
-        let gated = &mut room[..m * k];
-        silu_mul_halves(team, x, k, gated)?;
-        return grouped(team, gated, None, false, m, groups, y);
+        let gated = gate_rows(team, x, first, room, y)?;
+        return grouped(
+            team,
+            gated,
+            None,
+            false,
+            gated.len() / first.cols(),
+            groups,
+            y,
+        );
     }
+    let m = rows_of_halves(first, x.len(), y.len())?;
     grouped(team, x, None, true, m, groups, y)
 }
 
