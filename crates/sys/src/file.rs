@@ -190,7 +190,7 @@ mod tests {
         fs::write(&file, text).unwrap();
         let refused = read_regular(&file, 1 << 20).unwrap_err().to_string();
         assert!(
-            refused.contains("expected 9085657 bytes, found 75"),
+            refused.contains("expected 9085657 bytes, found 72"),
             "{refused}"
         );
         fs::remove_dir_all(dir).unwrap();
