@@ -94,6 +94,7 @@ async fn replay(environment: &[(&str, &str)], bearer: &str) {
         "remote_num_tokens",
         "prompt_token_ids",
         "remote_kv_seal",
+        "remote_kv_lease_ms",
     ];
     same_shape(
         "kv_transfer_params",

@@ -84,7 +84,7 @@ async fn a_client_that_leaves_a_stream_abandons_its_body_even_if_nothing_is_sent
     for _ in 0..20 {
         let mut peer = server.connect().await;
         peer.send(&get("/")).await;
-        peer.until(b"data: first\n\n\r\n").await;
+        peer.until(b"data: \"first\"\n\n\r\n").await;
         assert_eq!(server.drain.in_flight(), 1);
         drop(peer);
         assert_eq!(

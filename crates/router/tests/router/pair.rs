@@ -329,7 +329,8 @@ async fn a_request_that_decode_refuses_frees_prefill_at_once() {
     })
     .await;
     let router = Router::ready(quick(&[&prefill], &[&decode])).await;
-    let ask = json!({"prompt": vec![1; 30]});
+    // Text: how many tokens it has only decode tells.
+    let ask = json!({"prompt": "p".repeat(90)});
     for _ in 0..50 {
         let answer = router.post("/v1/completions", &ask).await;
         assert_eq!(answer.status, 400);

@@ -375,7 +375,7 @@ async fn addresses_that_would_be_open_or_unreachable_are_refused_at_start() {
         assert!(matches!(error, BindError::BadAdvertise { .. }), "{error}");
     }
     let error = bind("a b", None, true, 0).await.unwrap_err();
-    assert!(matches!(error, BindError::Resolve { .. }), "{error}");
+    assert!(matches!(error, BindError::BadHost { .. }), "{error}");
     let open = bind("0.0.0.0", Some("node-7.example"), true, 0)
         .await
         .unwrap();
