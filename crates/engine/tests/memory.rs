@@ -126,8 +126,7 @@ fn a_model_takes_what_its_plan_says() {
         ..EngineConfig::default()
     };
     let blocks = loaded.num_blocks;
-    let mut engine =
-        Engine::new(config, Box::new(loaded.executor), tokenizer.into(), blocks).unwrap();
+    let mut engine = Engine::new(config, Box::new(loaded.executor), tokenizer, blocks).unwrap();
     let requests = (0..4).map(|id| Request {
         id: RequestId(id),
         prompt: (0..500).map(|i| (i * 31 + id as u32) % 256).collect(),
@@ -212,6 +211,6 @@ fn a_model_that_does_not_fit_is_refused_with_numbers() {
     );
     match error {
         Err(error) => assert!(error.to_string().contains("for workspace"), "{error}"),
-        Ok(checked) => assert!(checked.workspace_bytes > 4 * (VOCAB as u64) << 16),
+        Ok(checked) => assert!(checked.workspace_bytes > (4 * (VOCAB as u64)) << 16),
     }
 }

@@ -279,7 +279,7 @@ impl Answer {
                     top,
                 };
                 let shown = logprobs::prompt(&self.instance.tokenizer, scored);
-                Some(SharedJson::of(&shown).map_err(unwritten)?)
+                Some(SharedJson::of(&shown).map_err(|error| unwritten(&error))?)
             }
             _ => None,
         };
@@ -394,7 +394,7 @@ impl EventStream {
     fn write(&mut self, event: ChoiceEvent, out: &mut Vec<u8>) -> Result<(), ApiError> {
         let answer = &self.answer;
         let n = answer.common.n.max(1);
-        if event.choice % n == 0
+        if event.choice.is_multiple_of(n)
             && let Some(echoed) = self.echoed.get_mut((event.choice / n) as usize)
             && echoed.is_none()
         {
@@ -557,7 +557,7 @@ impl Answer {
 
 /// A JSON answer with status 200.
 pub(crate) fn json<T: Serialize>(body: &T) -> Result<Response, ApiError> {
-    let bytes = serde_json::to_vec(body).map_err(unwritten)?;
+    let bytes = serde_json::to_vec(body).map_err(|error| unwritten(&error))?;
     let mut response = Response::new(Body::from(bytes));
     response
         .headers_mut()
@@ -565,7 +565,7 @@ pub(crate) fn json<T: Serialize>(body: &T) -> Result<Response, ApiError> {
     Ok(response)
 }
 
-fn unwritten(error: serde_json::Error) -> ApiError {
+fn unwritten(error: &serde_json::Error) -> ApiError {
     ApiError::new(
         ErrorKind::Internal,
         format!("the answer cannot be written: {error}"),

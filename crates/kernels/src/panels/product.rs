@@ -395,7 +395,7 @@ unsafe fn run<'a>(
         job.tiles = tiles(team, shape, count, job.rows);
         job
     };
-    with_plan(team, shape, count, &job, |plan| {
+    with_plan(team, shape, count, job, |plan| {
         with_scratch(cell_values + state_values, |scratch| {
             let cells = scratch.as_mut_ptr();
             let packed = Packed {

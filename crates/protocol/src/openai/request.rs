@@ -557,7 +557,7 @@ mod tests {
     #[test]
     fn a_field_of_very_many_values_is_refused_before_it_is_read() {
         let many = format!("[{}0]", "0,".repeat(MAX_VALUES));
-        let text = many.replace('[', "").replace(']', "");
+        let text = many.replace(['[', ']'], "");
         for (name, value) in [
             ("chat_template_kwargs", format!(r#"{{"x":{many}}}"#)),
             ("documents", format!(r#"[{{"x":{many}}}]"#)),

@@ -102,7 +102,7 @@ impl Vllm {
     fn prefill_once(&self, tokens: usize) -> Result<f64> {
         let start = Instant::now();
         self.runtime.block_on(async {
-            let body = body(prompt(tokens, 0), 1);
+            let body = body(&prompt(tokens, 0), 1);
             let answer = self.client.post("/v1/completions", &body).await;
             let answer = answer.map_err(anyhow::Error::msg)?;
             if answer.status != 200 {
@@ -171,14 +171,14 @@ impl Vllm {
     }
 }
 
-fn body(prompt: Vec<u32>, tokens: usize) -> Value {
+fn body(prompt: &[u32], tokens: usize) -> Value {
     json!({
         "model": NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": true,
     })
 }
 
 async fn course(client: &Client, sequence: usize) -> Result<Course> {
-    let mut body = body(prompt(CONTEXT, sequence), STEPS + 1);
+    let mut body = body(&prompt(CONTEXT, sequence), STEPS + 1);
     body["stream"] = true.into();
     body["stream_options"] = json!({"include_usage": true, "continuous_usage_stats": true});
     let stream = client.stream("/v1/completions", &body).await;
