@@ -87,7 +87,7 @@ pub(crate) trait Dot: 'static {
     );
 }
 
-/// Magnitudes of bf16 below [`SMALLEST`] become zero.
+/// Magnitudes of bf16 below [`SMALLEST_BITS`] become zero.
 #[inline(always)]
 pub(crate) fn clean_pairs(line: &mut [u32; 16]) {
     let values: &mut [u16; 32] = bytemuck::cast_mut(line);
