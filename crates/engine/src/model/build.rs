@@ -7,11 +7,12 @@ use super::stored::{Stored, e4m3_table};
 use crate::sharing::{Entry, Recorder, Segment};
 use crate::weights::{Checkpoint, Scheme, WeightDtype, WeightsError};
 use crate::{ModelError, Progress};
+use int8::Scales;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use twinfer_kernels::{
-    Activation, Compute, DType, Format, Int8Rows, KernelError, Matrix, RowScales, Weight, bf16,
+    Activation, Compute, DType, Format, Int8Rows, KernelError, Matrix, Weight, bf16,
 };
 use twinfer_sys::{Piece, Pieces};
 use xxhash_rust::xxh3::{Xxh3, xxh3_128};

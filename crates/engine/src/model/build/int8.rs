@@ -7,14 +7,14 @@ use crate::weights::Scheme;
 use twinfer_kernels::{Activation, Int8Rows, RowScales, Weight};
 
 /// int8 rows of one matrix, with what scales them.
-struct Quantised {
-    values: Vec<i8>,
-    scales: Scales,
-    activation: Activation,
-    bias: Option<Vec<f32>>,
+pub(super) struct Quantised {
+    pub(super) values: Vec<i8>,
+    pub(super) scales: Scales,
+    pub(super) activation: Activation,
+    pub(super) bias: Option<Vec<f32>>,
 }
 
-enum Scales {
+pub(super) enum Scales {
     Channel(Vec<f32>),
     Dequant { scale: Vec<f32>, bias: Vec<i32> },
 }
@@ -70,7 +70,7 @@ impl Builder<'_> {
     }
 
     /// One matrix in int8 with all that belongs to it.
-    fn quantised(&self, module: &str) -> Result<Quantised, ModelError> {
+    pub(super) fn quantised(&self, module: &str) -> Result<Quantised, ModelError> {
         let name = format!("{module}.weight");
         let part = |part: &str| format!("{module}.{part}");
         let (rows, cols) = self.shape(&name)?;
