@@ -1,5 +1,6 @@
 //! Speed of attention beside the processor's peaks:
-//! `cargo run --release -p twinfer-kernels --example attention [FILTER [THREADS [ROWS]]]`.
+//! `cargo run --release -p twinfer-kernels --example attention [FILTER [THREADS [ROWS [cold]]]]`. With `cold` KV comes from
+//! memory, as each layer of a model finds it.
 
 use std::time::{Duration, Instant};
 
@@ -7,9 +8,11 @@ use twinfer_kernels::{
     Compute, DType, GqaParams, HeadRows, Isa, KernelError, KvSeq, Matrix, MlaParams, ThreadTeam,
     Weight, bf16, gqa_attention, mla_attention, peaks, per_head_product,
 };
+use twinfer_sys::LargePages;
 
 const BUDGET: Duration = Duration::from_millis(150);
 const BLOCK: usize = 16;
+const COPIES_BYTES: usize = 256 << 20;
 
 /// Name, heads, KV heads (0: MLA), key, value.
 const SHAPES: [(&str, usize, usize, usize, usize); 4] = [
@@ -19,9 +22,10 @@ const SHAPES: [(&str, usize, usize, usize, usize); 4] = [
     ("v3-mla", 128, 0, 576, 512),
 ];
 /// Sequences, rows of each, positions.
-const CALLS: [(usize, usize, usize); 5] = [
+const CALLS: [(usize, usize, usize); 6] = [
     (1, 1, 512),
     (16, 1, 512),
+    (32, 1, 160),
     (1, 1, 4096),
     (1, 512, 512),
     (1, 512, 2048),
@@ -39,6 +43,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .next()
         .map(|text| text.parse::<usize>())
         .transpose()?;
+    let cold = arguments.next().is_some_and(|word| word == "cold");
     let isa = Isa::detect(std::env::var("TWINFER_ISA").ok().as_deref())?;
     let team = ThreadTeam::with_spin(threads, Some(&cpus), isa, Duration::from_micros(20))?;
     let peak = peaks::bf16_dot(threads, BUDGET).giga_per_second;
@@ -62,19 +67,30 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             } else {
                 2 * kv_heads * key
             };
-            let blocks: Vec<Vec<u8>> = (0..seqs * positions / BLOCK)
-                .map(|_| vec![0x3c; BLOCK * row * 2])
-                .collect();
-            let units: Vec<&[u8]> = blocks.iter().map(Vec::as_slice).collect();
-            let tables: Vec<KvSeq<'_>> = units
-                .chunks(positions / BLOCK)
-                .enumerate()
-                .map(|(seq, units)| KvSeq {
+            let unit = BLOCK * row * 2;
+            let each = seqs * positions / BLOCK;
+            let copies = if cold {
+                COPIES_BYTES.div_ceil(each * unit)
+            } else {
+                1
+            };
+            let mut pages = LargePages::private(copies * each * unit)?;
+            pages.as_mut_slice().fill(0x3c);
+            let units: Vec<&[u8]> = pages.as_slice().chunks_exact(unit).collect();
+            let table = |units| -> Vec<KvSeq<'_>> {
+                let of_seq = |(seq, units)| KvSeq {
                     rows: seq * rows..(seq + 1) * rows,
                     first_position: positions - rows,
                     units,
-                })
-                .collect();
+                };
+                <[&[u8]]>::chunks(units, positions / BLOCK)
+                    .enumerate()
+                    .map(of_seq)
+                    .collect()
+            };
+            let tables: Vec<Vec<KvSeq<'_>>> = units.chunks(each).map(table).collect();
+            let mut turns = tables.iter().cycle();
+            let mut next = move || turns.next().map_or(&[][..], Vec::as_slice);
             let q = vec![0.1; seqs * rows * heads * key];
             let mut out = vec![0.0; seqs * rows * heads * value];
             let seconds = if kv_heads == 0 {
@@ -88,7 +104,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                 };
                 let latent = HeadRows::part(&q, heads, key, 0..value)?;
                 let rope = HeadRows::part(&q, heads, key, value..key)?;
-                typical(|| mla_attention(&team, &params, latent, rope, &tables, &mut out))?
+                typical(|| mla_attention(&team, &params, latent, rope, next(), &mut out))?
             } else {
                 let params = GqaParams {
                     heads,
@@ -99,7 +115,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
                     scale: 0.1,
                 };
                 let q = HeadRows::dense(&q, heads, key)?;
-                typical(|| gqa_attention(&team, &params, q, &tables, &mut out))?
+                typical(|| gqa_attention(&team, &params, q, next(), &mut out))?
             };
             let pairs = seqs * (0..rows).map(|row| positions - row).sum::<usize>();
             let flops = 2.0 * (pairs * heads * (key + value)) as f64 / seconds / 1e9;

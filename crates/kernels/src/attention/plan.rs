@@ -12,6 +12,8 @@ const TASK_ROWS: usize = 256;
 const TASK_VALUES: usize = 1 << 16;
 /// Rough time to fetch and pack one element of keys or values. With few query rows this is most of the work.
 const PACKING_PICOSECONDS: usize = 150;
+/// Most packed rows of a KV head for a task to take all heads.
+const TOGETHER_ROWS: usize = 16;
 /// Tasks per thread, so that threads end together.
 const TASKS_PER_THREAD: usize = 4;
 
@@ -27,9 +29,11 @@ pub(super) unsafe fn run(team: &ThreadTeam, call: &Call<'_>) -> Result<(), Kerne
     let nanoseconds = plan(team, call, &mut tasks);
     let result = team.run_worth(nanoseconds, tasks.len(), |index, _| {
         let task = &tasks[index];
+        // Threads that take tasks in turn.
+        let next = tasks.get(index + team.threads());
         with_scratch(scratch_length(&call.geometry, task), |scratch| {
             // SAFETY: the caller checked shapes, and tasks write disjoint parts of the output.
-            unsafe { run_task(team.isa(), call, task, scratch.as_mut_ptr()) }
+            unsafe { run_task(team.isa(), call, task, next, scratch.as_mut_ptr()) }
         });
     });
     KEPT.set(tasks);
@@ -55,7 +59,17 @@ fn plan(team: &ThreadTeam, call: &Call<'_>, tasks: &mut Vec<Task>) -> usize {
         total / (team.threads() * TASKS_PER_THREAD)
     } + 1;
     let group = geometry.heads / geometry.kv_heads;
+    // With many short works a task takes all heads, so that KV is read as it lies in memory.
+    let many = alone || call.seqs.len() >= team.threads() * TASKS_PER_THREAD;
     for (index, seq) in call.seqs.iter().enumerate() {
+        if many && (1..=TOGETHER_ROWS).contains(&(seq.rows.len() * group)) {
+            tasks.push(Task {
+                seq: index,
+                rows: (seq.rows.start, seq.rows.end),
+                heads: (0, geometry.heads),
+            });
+            continue;
+        }
         let mut start = seq.rows.start;
         while start < seq.rows.end {
             let row_time = (seq.first_position + (start - seq.rows.start) + 1) * per_key * group;

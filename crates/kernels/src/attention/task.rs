@@ -8,13 +8,15 @@ use std::ops::Range;
 
 use super::value::KvValue;
 use super::{KvSeq, TILE};
-use crate::panels::{Dot, Level, any_rows, pack_row, panel_kernel, tile_rows};
+use crate::panels::{
+    Dot, Level, MAX_ROWS, TOGETHER_ROWS, any_rows, pack_row, panel_kernel, rows_by_four, tile_rows,
+};
 use crate::simd::{Simd, exp};
-use crate::weight::PANEL;
+use crate::weight::{LINE, PANEL};
 use crate::{Activation, DType, HeadRows};
 
 /// The most rows of a register tile.
-const ROWS: usize = 16;
+const ROWS: usize = MAX_ROWS;
 /// Longest key and value together, in bytes, that are asked for a tile ahead; longer ones the processor foresees, and a
 /// tile of them would not stay in the first-level cache.
 const PREFETCHED_BYTES: usize = 512;
@@ -61,7 +63,8 @@ pub(super) struct Call<'a> {
 // SAFETY: `out` is written by tasks only, each its own rows and heads, while the call holds the borrow.
 unsafe impl Sync for Call<'_> {}
 
-/// Rows (of the query buffer) and heads of one sequence; the heads share a KV head.
+/// Rows (of the query buffer) and heads of one sequence; the heads are some of those that share a KV head, or all of several
+/// KV heads.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Task {
     pub(super) seq: usize,
@@ -92,100 +95,165 @@ impl Layout {
     }
 }
 
+impl Task {
+    /// Groups of heads, heads of each and the first KV head.
+    fn groups(&self, geometry: &Geometry) -> (usize, usize, usize) {
+        let sharing = geometry.heads / geometry.kv_heads;
+        let heads = (self.heads.1 - self.heads.0).min(sharing);
+        let groups = (self.heads.1 - self.heads.0) / heads;
+        (groups, heads, self.heads.0 / sharing)
+    }
+}
+
 /// Values of scratch that [`run_task`] needs.
 pub(super) fn scratch_length(geometry: &Geometry, task: &Task) -> usize {
-    let rows = (task.rows.1 - task.rows.0) * (task.heads.1 - task.heads.0);
-    let layout = Layout::new(geometry, rows);
-    layout.queries + layout.keys + layout.values + layout.folds + layout.joined
+    let (groups, heads, _) = task.groups(geometry);
+    let layout = Layout::new(geometry, (task.rows.1 - task.rows.0) * heads);
+    (layout.queries + layout.folds) * groups + layout.keys + layout.values + layout.joined
 }
 
 panel_kernel! {
-    pub(super) fn run_task = any_type(call: &Call<'_>, task: &Task, scratch: *mut f32)
+    /// `next` is a task that this thread is likely to run next.
+    pub(super) fn run_task = any_type(call: &Call<'_>, task: &Task, next: Option<&Task>, scratch: *mut f32)
 }
 
 /// # Safety
 /// The call's lengths were checked, the task lies inside it and no other task shares its rows and heads; scratch has
 /// [`scratch_length`] values, aligned to 64 bytes.
 #[inline(always)]
-unsafe fn any_type<L: Level>(call: &Call<'_>, task: &Task, scratch: *mut f32) {
+unsafe fn any_type<L: Level>(call: &Call<'_>, task: &Task, next: Option<&Task>, scratch: *mut f32) {
     // SAFETY: the caller's duty.
     unsafe {
         match call.geometry.kv_type {
-            DType::F32 => typed_task::<L::F32>(call, task, scratch),
-            DType::Bf16 => typed_task::<L::Bf16>(call, task, scratch),
+            DType::F32 => typed_task::<L::F32>(call, task, next, scratch),
+            DType::Bf16 => typed_task::<L::Bf16>(call, task, next, scratch),
         }
     }
 }
 
 #[inline(always)]
-unsafe fn typed_task<D: Dot>(call: &Call<'_>, task: &Task, scratch: *mut f32)
+unsafe fn typed_task<D: Dot>(call: &Call<'_>, task: &Task, next: Option<&Task>, scratch: *mut f32)
 where
     D::Value: KvValue,
 {
-    let heads = task.heads.1 - task.heads.0;
+    let geometry = &call.geometry;
+    let (groups, heads, kv_head) = task.groups(geometry);
     let rows = (task.rows.1 - task.rows.0) * heads;
-    let layout = Layout::new(&call.geometry, rows);
+    let layout = Layout::new(geometry, rows);
     let seq = &call.seqs[task.seq];
     let first = seq.first_position + (task.rows.0 - seq.rows.start);
     let last = seq.first_position + (task.rows.1 - 1 - seq.rows.start);
     // SAFETY: scratch is cut as `scratch_length` counts it; the rest is the caller's duty.
     unsafe {
-        let keys = scratch.add(layout.queries);
+        let keys = scratch.add(layout.queries * groups);
         let values = keys.add(layout.keys);
         let folds = values.add(layout.values);
-        let work = Work::<D> {
+        let joined = folds.add(layout.folds * groups);
+        let mut work = Work::<D> {
             call,
-            seq,
-            kv_head: task.heads.0 / (call.geometry.heads / call.geometry.kv_heads),
+            kv_head,
             row_from: task.rows.0,
             head_from: task.heads.0,
             heads,
             rows,
             first,
-            last,
             queries: scratch.cast(),
             keys: keys.cast(),
             values: values.cast(),
             folds,
+            rows_at: [[std::ptr::null(); TILE]; 2],
+            now: 0,
+            ahead: Ahead {
+                rows: 0,
+                count: TILE.min(last + 1),
+                kv_head,
+                turn: 0,
+                turns: 0,
+            },
         };
+        work.find_rows(0, seq, 0, last);
         for part in 0..PARTS {
-            work.prefetch(0, part);
+            work.prefetch(part);
         }
-        work.prepare(folds.add(layout.folds));
+        for group in 0..groups {
+            work.turn_to(task, &layout, scratch, folds, group);
+            work.prepare(joined);
+        }
         let mut room = Room::<D>::new();
         for base in (0..=last).step_by(TILE) {
             let count = TILE.min(last + 1 - base);
-            work.pack_keys(base, count);
-            work.pack_values(base, count);
-            // A row's products reach over positions it does not see, with factors of 0: harmless if all are finite.
-            let together = first + 1 >= base + count || work.all_finite(base, count);
-            let tiles = rows.div_ceil(D::ROWS);
-            for tile in 0..tiles {
-                let range = tile_rows(rows, tiles, tile);
-                work.tile(tile, range, base, count, together, &mut room);
+            let mut next_tile = if base + TILE <= last {
+                work.find_rows(1 - work.now, seq, base + TILE, last);
+                Ahead {
+                    rows: 1 - work.now,
+                    count: TILE.min(last + 1 - (base + TILE)),
+                    kv_head,
+                    turn: 0,
+                    turns: 0,
+                }
+            } else {
+                work.find_task(next.unwrap_or(task))
+            };
+            if groups > 1 {
+                next_tile.turns = groups;
             }
+            for group in 0..groups {
+                work.turn_to(task, &layout, scratch, folds, group);
+                work.ahead = Ahead {
+                    turn: group,
+                    ..next_tile
+                };
+                work.pack_keys(count);
+                work.pack_values(count);
+                // A row's products reach over positions it does not see, with factors of 0: harmless if all are finite.
+                let together = first + 1 >= base + count || work.all_finite(count);
+                let tiles = rows.div_ceil(D::ROWS);
+                for tile in 0..tiles {
+                    let range = tile_rows(rows, tiles, tile);
+                    work.tile(tile, range, base, count, together, &mut room);
+                }
+            }
+            work.now = 1 - work.now;
         }
-        work.finish();
+        for group in 0..groups {
+            work.turn_to(task, &layout, scratch, folds, group);
+            work.finish();
+        }
     }
 }
 
-/// A task with its scratch. Packed row i is row i / heads by head i % heads of the task.
+/// Keys and values that are needed next: those of a KV head at some positions.
+#[derive(Clone, Copy)]
+struct Ahead {
+    /// Which of [`Work::rows_at`] holds where the positions' rows begin.
+    rows: usize,
+    count: usize,
+    kv_head: usize,
+    /// Whole rows are asked for, in so many turns of [`PARTS`], of which this is one; else the head's keys and values.
+    turn: usize,
+    turns: usize,
+}
+
+/// A task at one of its groups, with scratch. Packed row i is row i / heads by head i % heads of the group.
 struct Work<'a, D: Dot> {
     call: &'a Call<'a>,
-    seq: &'a KvSeq<'a>,
     kv_head: usize,
     row_from: usize,
     head_from: usize,
     heads: usize,
     rows: usize,
-    /// Absolute positions of the task's first and last rows.
+    /// Absolute position of the task's first row.
     first: usize,
-    last: usize,
     queries: *mut D::Cell,
     keys: *mut [u32; PANEL],
     values: *mut [u32; PANEL],
     /// Per tile of rows m of sixteen rows, then l.
     folds: *mut f32,
+    /// Where the KV rows of a tile of positions begin: of the present one, and of the next.
+    rows_at: [[*const D::Value; TILE]; 2],
+    /// Which is the present one.
+    now: usize,
+    ahead: Ahead,
 }
 
 /// # Safety
@@ -194,6 +262,23 @@ impl<D: Dot> Work<'_, D>
 where
     D::Value: KvValue,
 {
+    /// Turns to a group of heads: each has queries and folds of its own.
+    #[inline(always)]
+    fn turn_to(
+        &mut self,
+        task: &Task,
+        layout: &Layout,
+        queries: *mut f32,
+        folds: *mut f32,
+        group: usize,
+    ) {
+        let geometry = &self.call.geometry;
+        self.kv_head = task.heads.0 / (geometry.heads / geometry.kv_heads) + group;
+        self.head_from = task.heads.0 + group * self.heads;
+        self.queries = queries.wrapping_add(group * layout.queries).cast();
+        self.folds = folds.wrapping_add(group * layout.folds);
+    }
+
     #[inline(always)]
     fn key_lines(&self) -> usize {
         self.call.geometry.key.div_ceil(D::K)
@@ -218,35 +303,99 @@ where
             .min(count)
     }
 
-    /// The KV row of a position.
+    /// The KV row of a position of the present tile.
     #[inline(always)]
-    fn kv_row(&self, position: usize) -> *const D::Value {
-        let geometry = &self.call.geometry;
-        let unit = self.seq.units[position / geometry.block_size].as_ptr();
-        unit.cast::<D::Value>()
-            .wrapping_add(position % geometry.block_size * geometry.row)
+    fn kv_row(&self, place: usize) -> *const D::Value {
+        self.rows_at[self.now][place]
     }
 
-    /// Asks for a part of the keys and values of the tile at `base`, as far as there is one: a head's part of a row is too
-    /// short for the processor to foresee.
+    /// Finds the KV rows of the tile at `base` of a sequence, up to its last position.
     #[inline(always)]
-    unsafe fn prefetch(&self, base: usize, part: usize) {
+    fn find_rows(&mut self, which: usize, seq: &KvSeq<'_>, base: usize, last: usize) {
+        let geometry = &self.call.geometry;
+        let count = TILE.min(last + 1 - base);
+        let (mut block, mut place) = (base / geometry.block_size, base % geometry.block_size);
+        let mut row = seq.units[block].as_ptr().cast::<D::Value>();
+        row = row.wrapping_add(place * geometry.row);
+        for at in &mut self.rows_at[which][..count] {
+            if place == geometry.block_size {
+                (block, place) = (block + 1, 0);
+                row = seq.units[block].as_ptr().cast();
+            }
+            *at = row;
+            row = row.wrapping_add(geometry.row);
+            place += 1;
+        }
+    }
+
+    /// What a task needs first.
+    #[inline(always)]
+    fn find_task(&mut self, task: &Task) -> Ahead {
+        let call = self.call;
+        let seq = &call.seqs[task.seq];
+        let last = seq.first_position + (task.rows.1 - 1 - seq.rows.start);
+        let rows = 1 - self.now;
+        self.find_rows(rows, seq, 0, last);
+        Ahead {
+            rows,
+            count: TILE.min(last + 1),
+            kv_head: task.heads.0 / (call.geometry.heads / call.geometry.kv_heads),
+            turn: 0,
+            turns: 0,
+        }
+    }
+
+    /// Asks for a part of the keys and values that are needed next: a head's part of a row is too short for the processor to
+    /// foresee.
+    #[inline(always)]
+    unsafe fn prefetch(&self, part: usize) {
         let geometry = &self.call.geometry;
         let size = size_of::<D::Value>();
+        if self.ahead.turns > 0 {
+            // SAFETY: the caller's duty.
+            unsafe { self.prefetch_rows(part) };
+            return;
+        }
         if (geometry.key + geometry.value) * size > PREFETCHED_BYTES {
             return;
         }
-        let key = self.kv_head * geometry.key;
-        let value = geometry.values_from + self.kv_head * geometry.value;
-        let first = base + TILE / PARTS * part;
-        for position in first..(first + TILE / PARTS).min(self.last + 1) {
-            let row = self.kv_row(position);
+        let ahead = &self.ahead;
+        let key = ahead.kv_head * geometry.key;
+        let value = geometry.values_from + ahead.kv_head * geometry.value;
+        let first = (TILE / PARTS * part).min(ahead.count);
+        let end = (first + TILE / PARTS).min(ahead.count);
+        for &row in &self.rows_at[ahead.rows][first..end] {
             for (from, length) in [(key, geometry.key), (value, geometry.value)] {
                 let start = row.wrapping_add(from).cast::<u8>();
                 for byte in (0..length * size).step_by(64) {
                     // SAFETY: a prefetch of any address is harmless.
                     unsafe { D::S::prefetch(start.wrapping_add(byte)) };
                 }
+            }
+        }
+    }
+
+    /// Asks for a part of whole rows, line after line, so that the processor sees a stream and goes ahead of it.
+    #[inline(always)]
+    unsafe fn prefetch_rows(&self, part: usize) {
+        let Ahead {
+            rows,
+            count,
+            turn,
+            turns,
+            ..
+        } = self.ahead;
+        let row_lines = (self.call.geometry.row * size_of::<D::Value>()).div_ceil(LINE);
+        let cut = |part: usize| count * row_lines * part / (turns * PARTS);
+        let (from, to) = (cut(turn * PARTS + part), cut(turn * PARTS + part + 1));
+        let (mut place, mut line) = (from / row_lines, from % row_lines);
+        for _ in from..to {
+            let row = self.rows_at[rows][place].cast::<u8>();
+            // SAFETY: a prefetch of any address is harmless.
+            unsafe { D::S::prefetch_far(row.wrapping_add(line * LINE)) };
+            line += 1;
+            if line == row_lines {
+                (place, line) = (place + 1, 0);
             }
         }
     }
@@ -297,13 +446,12 @@ where
 
     /// Panels of sixteen positions; columns behind `count` repeat the last one.
     #[inline(always)]
-    unsafe fn pack_keys(&self, base: usize, count: usize) {
+    unsafe fn pack_keys(&self, count: usize) {
         let geometry = &self.call.geometry;
         let lines = self.key_lines();
         for panel in 0..count.div_ceil(PANEL) {
             let rows: [*const D::Value; PANEL] = std::array::from_fn(|i| {
-                let position = base + (panel * PANEL + i).min(count - 1);
-                self.kv_row(position)
+                self.kv_row((panel * PANEL + i).min(count - 1))
                     .wrapping_add(self.kv_head * geometry.key)
             });
             // SAFETY: every row has a key; the panel has room for its lines.
@@ -317,19 +465,19 @@ where
                     D::Value::clean(&mut rest);
                     to.add(whole).write(rest);
                 }
-                self.prefetch(base + TILE, panel);
+                self.prefetch(panel);
             }
         }
     }
 
     /// Whether all values of some positions are finite.
     #[inline(always)]
-    unsafe fn all_finite(&self, base: usize, count: usize) -> bool {
+    unsafe fn all_finite(&self, count: usize) -> bool {
         let geometry = &self.call.geometry;
         let from = geometry.values_from + self.kv_head * geometry.value;
         let mut all = true;
-        for position in base..base + count {
-            let row = self.kv_row(position).wrapping_add(from);
+        for place in 0..count {
+            let row = self.kv_row(place).wrapping_add(from);
             if row.is_aligned() {
                 // SAFETY: every row has all values.
                 all &= D::Value::all_finite(unsafe {
@@ -347,7 +495,7 @@ where
 
     /// Panels of sixteen values by a line per K positions, zeros behind `count`.
     #[inline(always)]
-    unsafe fn pack_values(&self, base: usize, count: usize) {
+    unsafe fn pack_values(&self, count: usize) {
         let geometry = &self.call.geometry;
         let lines = TILE / D::K;
         let part_lines = lines / (SCORE_PART - VALUE_PART);
@@ -355,18 +503,18 @@ where
         let whole = geometry.value / PANEL;
         let panels = geometry.value.div_ceil(PANEL);
         for line in 0..count.div_ceil(D::K) {
-            let position = base + line * D::K;
+            let place = line * D::K;
             let paired = D::K == 1 || line * D::K + 1 < count;
-            let first = self.kv_row(position).wrapping_add(from);
+            let first = self.kv_row(place).wrapping_add(from);
             let second = if D::K == 2 && paired {
-                self.kv_row(position + 1).wrapping_add(from)
+                self.kv_row(place + 1).wrapping_add(from)
             } else {
                 first
             };
             // SAFETY: both rows have all values; the panels have room for their lines.
             unsafe {
                 if line % part_lines == 0 {
-                    self.prefetch(base + TILE, VALUE_PART + line / part_lines);
+                    self.prefetch(VALUE_PART + line / part_lines);
                 }
                 let to = self.values.add(line);
                 for panel in 0..whole {
@@ -415,7 +563,7 @@ where
         }
         // SAFETY: the caller's duty.
         unsafe {
-            self.scores(range.clone(), base, most, room);
+            self.scores(range.clone(), most, room);
             let folds = self.folds.add(tile * 2 * ROWS);
             let scale = self.call.geometry.scale;
             let fold = if most > TILE - PANEL {
@@ -430,7 +578,7 @@ where
             }
             for (place, packed) in range.enumerate() {
                 if visible[place] > 0 {
-                    self.pack_values(base, visible[place]);
+                    self.pack_values(visible[place]);
                     let alone = Fold {
                         keep: [fold.keep[place]; ROWS],
                         take: [fold.take[place]; ROWS],
@@ -441,24 +589,32 @@ where
                 }
             }
             // Others may come after this tile of rows.
-            self.pack_values(base, count);
+            self.pack_values(count);
         }
     }
 
     /// Products of a tile of rows with the panels of keys before `most`.
     #[inline(always)]
-    unsafe fn scores(&self, range: Range<usize>, base: usize, most: usize, room: &mut Room<D>) {
+    unsafe fn scores(&self, range: Range<usize>, most: usize, room: &mut Room<D>) {
         let lines = self.key_lines();
         let first_rows = range.start == 0;
-        for (panel, sums) in room.scores.iter_mut().enumerate() {
-            if panel * PANEL < most {
-                // SAFETY: queries and this panel of keys are packed.
-                unsafe {
-                    let cells = self.queries.add(range.start * lines);
+        // SAFETY: queries and as many panels of keys as `most` needs are packed.
+        unsafe {
+            let cells = self.queries.add(range.start * lines);
+            if range.len() <= TOGETHER_ROWS && most > TILE - PANEL {
+                let keys = self.keys.cast();
+                let sums = room.scores.as_mut_ptr();
+                rows_by_four::<D>(range.len(), cells, keys, lines * LINE, lines, sums);
+                self.prefetch(SCORE_PART);
+                self.prefetch(SCORE_PART + 1);
+                return;
+            }
+            for (panel, sums) in room.scores.iter_mut().enumerate() {
+                if panel * PANEL < most {
                     let keys = self.keys.add(panel * lines).cast();
                     any_rows::<D>(range.len(), cells, keys, lines, sums.as_mut_ptr());
                     if first_rows && panel < 2 {
-                        self.prefetch(base + TILE, SCORE_PART + panel);
+                        self.prefetch(SCORE_PART + panel);
                     }
                 }
             }
@@ -487,16 +643,24 @@ where
         }
         let mut cells = Cells([std::mem::MaybeUninit::uninit(); ROWS * TILE]);
         let cells = cells.0.as_mut_ptr().cast::<D::Cell>();
-        let mut sums = [[0u32; PANEL]; ROWS];
+        let mut four = [[[0u32; PANEL]; ROWS]; 4];
+        let panels = geometry.value.div_ceil(PANEL);
         // SAFETY: there are rows · used cells, of at most eight bytes per position pair or four per position; values are
         // packed for `used` lines; every row of out has `value` values.
         unsafe {
             D::cells(p.as_ptr().cast(), TILE, rows, used, cells);
-            for panel in 0..geometry.value.div_ceil(PANEL) {
+            for panel in 0..panels {
+                let sums = &mut four[panel % 4];
                 let values = self.values.add(panel * lines).cast();
-                any_rows::<D>(rows, cells, values, used, sums.as_mut_ptr());
+                if rows > TOGETHER_ROWS || panel / 4 * 4 + 4 > panels {
+                    any_rows::<D>(rows, cells, values, used, sums.as_mut_ptr());
+                } else if panel.is_multiple_of(4) {
+                    let sums = four.as_mut_ptr();
+                    rows_by_four::<D>(rows, cells, values, lines * LINE, used, sums);
+                }
+                let sums = &four[panel % 4];
                 if first_rows && panel < 2 {
-                    self.prefetch(base + TILE, SUM_PART + panel);
+                    self.prefetch(SUM_PART + panel);
                 }
                 let column = panel * PANEL;
                 let width = PANEL.min(geometry.value - column);

@@ -4,6 +4,7 @@ use std::arch::x86_64::*;
 
 use super::dot::{Dot, Level};
 use super::pack::SMALLEST_BITS;
+use super::tile::MAX_ROWS;
 use crate::simd::{Avx512Level, without_small_bf16};
 
 /// From so many rows on lines are asked for so far ahead.
@@ -126,6 +127,43 @@ unsafe fn tile<T: Step, const R: usize, const CHAINS: usize>(
                 sum = _mm512_add_epi32(sum, sums[row][chain]);
             }
             _mm512_storeu_si512(out.add(row).cast(), sum);
+        }
+    }
+}
+
+/// Four panels side by side: the sums of few rows alone would wait for each other.
+///
+/// # Safety
+/// As for [`Dot::tile_by_four`].
+#[expect(
+    clippy::needless_range_loop,
+    reason = "register tiles are addressed by row and panel"
+)]
+#[inline(always)]
+unsafe fn by_four<T: Step, const R: usize>(
+    x: *const u32,
+    lines: *const u8,
+    panel_bytes: usize,
+    count: usize,
+    out: *mut [[u32; 16]; MAX_ROWS],
+) {
+    // SAFETY: the caller's duty.
+    unsafe {
+        let mut sums = [[_mm512_setzero_si512(); 4]; R];
+        for place in 0..count {
+            for panel in 0..4 {
+                let line = lines.add(panel * panel_bytes + place * 64);
+                let line = _mm512_loadu_si512(line.cast());
+                for row in 0..R {
+                    sums[row][panel] = T::step(sums[row][panel], x.add(place * R + row), line);
+                }
+            }
+        }
+        for panel in 0..4 {
+            for row in 0..R {
+                let out = out.add(panel).cast::<[u32; 16]>().add(row);
+                _mm512_storeu_si512(out.cast(), sums[row][panel]);
+            }
         }
     }
 }
@@ -285,6 +323,18 @@ macro_rules! dot {
                         tile::<Self, R, 1>(x, lines, count, out);
                     }
                 }
+            }
+
+            #[inline(always)]
+            unsafe fn tile_by_four<const R: usize>(
+                x: *const u32,
+                lines: *const u8,
+                panel_bytes: usize,
+                count: usize,
+                out: *mut [[u32; 16]; MAX_ROWS],
+            ) {
+                // SAFETY: the caller's duty.
+                unsafe { by_four::<Self, R>(x, lines, panel_bytes, count, out) }
             }
         }
     };

@@ -1,6 +1,7 @@
 //! Kinds of dot products and the instruction sets that compute them.
 
 use super::pack::SMALLEST_BITS;
+use super::tile::MAX_ROWS;
 use crate::simd::Simd;
 
 /// An instruction set's three kinds of dot products.
@@ -85,6 +86,24 @@ pub(crate) trait Dot: 'static {
         count: usize,
         out: *mut [u32; 16],
     );
+
+    /// [`Dot::tile`] by four panels that begin `panel_bytes` apart: row r by panel p into `out[p][r]`. `R` is at most 4.
+    #[inline(always)]
+    unsafe fn tile_by_four<const R: usize>(
+        x: *const Self::Cell,
+        lines: *const u8,
+        panel_bytes: usize,
+        count: usize,
+        out: *mut [[u32; 16]; MAX_ROWS],
+    ) {
+        for panel in 0..4 {
+            // SAFETY: the caller's duty.
+            unsafe {
+                let lines = lines.add(panel * panel_bytes);
+                Self::tile::<R>(x, lines, count, out.add(panel).cast());
+            }
+        }
+    }
 }
 
 /// Magnitudes of bf16 below [`SMALLEST_BITS`] become zero.

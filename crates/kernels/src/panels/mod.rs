@@ -23,4 +23,4 @@ pub use product::{
     grouped_product, grouped_product_gated, grouped_product_gathered, per_head_product, product,
     product_accumulators, product_gated,
 };
-pub(crate) use tile::{any_rows, tile_rows};
+pub(crate) use tile::{MAX_ROWS, TOGETHER_ROWS, any_rows, rows_by_four, tile_rows};

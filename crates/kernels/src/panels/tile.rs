@@ -9,7 +9,7 @@ use crate::rows::silu_mul_kernel;
 use crate::weight::{Form, Format, LINE, PANEL, Weight};
 
 /// The most rows of a tile of any kind and instruction set.
-pub(super) const MAX_ROWS: usize = 16;
+pub(crate) const MAX_ROWS: usize = 16;
 
 /// Bytes of the panels that tiles go along.
 const BLOCK_BYTES: usize = 192 << 10;
@@ -215,10 +215,8 @@ unsafe fn part_of<D: Dot, const INTEGER: bool>(job: &Job<'_>, part: &Part, packe
                         .add((job.first + rows.start) * lines);
                     let line = bytes.add(panel * lines * LINE);
                     any_rows::<D>(rows.len(), cells, line, lines, sums.as_mut_ptr());
-                    for (row, sums) in rows.clone().zip(&sums) {
-                        let state = packed.states.add(job.first + row).read();
-                        finish.put::<INTEGER>(row, panel, state, sums);
-                    }
+                    let states = packed.states.add(job.first + rows.start);
+                    finish.put_rows::<INTEGER>(rows.clone(), panel, states, &sums);
                 }
             }
         }
@@ -252,6 +250,34 @@ pub(crate) unsafe fn any_rows<D: Dot>(
     tile_of!(1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16);
 }
 
+/// Most rows for which four panels are taken together: more keep the multiplier busy by themselves.
+pub(crate) const TOGETHER_ROWS: usize = 4;
+
+/// [`Dot::tile_by_four`] for 1 ..= [`TOGETHER_ROWS`] rows.
+///
+/// # Safety
+/// As for [`Dot::tile_by_four`].
+#[inline(always)]
+pub(crate) unsafe fn rows_by_four<D: Dot>(
+    rows: usize,
+    cells: *const D::Cell,
+    lines: *const u8,
+    panel_bytes: usize,
+    count: usize,
+    sums: *mut [[u32; PANEL]; MAX_ROWS],
+) {
+    // SAFETY: the caller's duty.
+    unsafe {
+        match rows {
+            1 => D::tile_by_four::<1>(cells, lines, panel_bytes, count, sums),
+            2 => D::tile_by_four::<2>(cells, lines, panel_bytes, count, sums),
+            3 => D::tile_by_four::<3>(cells, lines, panel_bytes, count, sums),
+            TOGETHER_ROWS => D::tile_by_four::<4>(cells, lines, panel_bytes, count, sums),
+            _ => {}
+        }
+    }
+}
+
 /// What happens to sums on their way to y.
 struct Finish<'a> {
     y: Output,
@@ -274,6 +300,68 @@ impl<'a> Finish<'a> {
             scales,
             addends: scales.wrapping_add(columns * 4),
             bias: job.w.bias(),
+        }
+    }
+
+    /// # Safety
+    /// Rows, at most sixteen, their states and the panel exist, and y has the rows.
+    #[expect(
+        clippy::needless_range_loop,
+        reason = "register tiles are addressed by row and column"
+    )]
+    #[inline(always)]
+    unsafe fn put_rows<const INTEGER: bool>(
+        &self,
+        rows: Range<usize>,
+        panel: usize,
+        states: *const RowState,
+        sums: &[[u32; PANEL]; MAX_ROWS],
+    ) {
+        let column = panel * PANEL;
+        let (Output::Values(y), None, true) = (self.y, self.bias, column + PANEL <= self.n) else {
+            for (place, row) in rows.enumerate() {
+                // SAFETY: the caller's duty.
+                unsafe {
+                    let state = states.add(place).read();
+                    self.put::<INTEGER>(row, panel, state, &sums[place]);
+                }
+            }
+            return;
+        };
+        // The usual case without what differs by row: a panel's factors stay in registers.
+        // SAFETY: the caller's duty; int8 bytes have scales and addends for whole panels.
+        unsafe {
+            let (mut scales, mut addends) = ([0.0; PANEL], [0; PANEL]);
+            if INTEGER {
+                scales = self
+                    .scales
+                    .cast::<[f32; PANEL]>()
+                    .add(panel)
+                    .read_unaligned();
+                addends = self
+                    .addends
+                    .cast::<[i32; PANEL]>()
+                    .add(panel)
+                    .read_unaligned();
+            }
+            let mut to = y.add(rows.start * self.y_stride + column);
+            for (place, sums) in sums.iter().enumerate().take(rows.len()) {
+                let mut values = [0.0; PANEL];
+                if INTEGER {
+                    let state = states.add(place).read();
+                    for i in 0..PANEL {
+                        let sum = (sums[i] as i32).wrapping_sub(state.excess);
+                        let factor = state.scale * scales[i];
+                        values[i] = sum.wrapping_add(addends[i]) as f32 * factor;
+                    }
+                } else {
+                    for i in 0..PANEL {
+                        values[i] = f32::from_bits(sums[i]);
+                    }
+                }
+                to.cast::<[f32; PANEL]>().write_unaligned(values);
+                to = to.wrapping_add(self.y_stride);
+            }
         }
     }
 

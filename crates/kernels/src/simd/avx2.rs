@@ -123,6 +123,11 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn prefetch_far(address: *const u8) {
+        _mm_prefetch::<_MM_HINT_T1>(address.cast())
+    }
+
+    #[inline(always)]
     unsafe fn add(a: __m256, b: __m256) -> __m256 {
         _mm256_add_ps(a, b)
     }

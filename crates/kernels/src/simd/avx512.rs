@@ -129,6 +129,11 @@ impl<const BF16: bool> Simd for Avx512Level<BF16> {
     }
 
     #[inline(always)]
+    unsafe fn prefetch_far(address: *const u8) {
+        _mm_prefetch::<_MM_HINT_T1>(address.cast())
+    }
+
+    #[inline(always)]
     unsafe fn add(a: __m512, b: __m512) -> __m512 {
         _mm512_add_ps(a, b)
     }

@@ -70,6 +70,8 @@ pub(crate) trait Simd: Copy + 'static {
 
     /// Asks for the cache line at an address, which need not be mapped.
     unsafe fn prefetch(address: *const u8);
+    /// [`Simd::prefetch`] into the second-level cache.
+    unsafe fn prefetch_far(address: *const u8);
 
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;

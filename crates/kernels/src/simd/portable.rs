@@ -110,6 +110,9 @@ impl Simd for Portable {
     unsafe fn prefetch(_address: *const u8) {}
 
     #[inline(always)]
+    unsafe fn prefetch_far(_address: *const u8) {}
+
+    #[inline(always)]
     unsafe fn add(a: V, b: V) -> V {
         each(a, b, |a, b| a + b)
     }
