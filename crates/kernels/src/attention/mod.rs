@@ -1,5 +1,6 @@
 //! Multi-head latent attention in absorbed form.
 
+mod fold;
 mod gqa;
 mod plan;
 mod task;

@@ -13,6 +13,38 @@ impl Level for Portable {
     type F32 = F32;
 }
 
+/// By itself, so that what it is compiled to depends on no caller.
+///
+/// # Safety
+/// As for [`Dot::tile`].
+#[inline(never)]
+unsafe fn int8_tile<const R: usize>(
+    x: *const [i16; 4],
+    lines: *const u8,
+    count: usize,
+    out: *mut [u32; 16],
+) {
+    let mut sums = [[0i32; 16]; R];
+    for place in 0..count {
+        // SAFETY: the caller grants `count` lines and cells.
+        let w = unsafe { lines.cast::<[u32; 16]>().add(place).read_unaligned() };
+        for (row, sums) in sums.iter_mut().enumerate() {
+            // SAFETY: as above.
+            let x = unsafe { x.add(place * R + row).read() };
+            for (sum, w) in sums.iter_mut().zip(&w) {
+                // Factors that fit sixteen bits: compilers know cheaper products for them.
+                let product = |k: usize| ((w >> (8 * k)) & 0xff) as i32 * i32::from(x[k]);
+                let pairs = (product(0) + product(1)) + (product(2) + product(3));
+                *sum = sum.wrapping_add(pairs);
+            }
+        }
+    }
+    for (row, sums) in sums.iter().enumerate() {
+        // SAFETY: the caller grants R results.
+        unsafe { out.add(row).write(sums.map(|sum| sum as u32)) };
+    }
+}
+
 impl Dot for Int8 {
     type S = Portable;
     type Value = i8;
@@ -33,25 +65,8 @@ impl Dot for Int8 {
         count: usize,
         out: *mut [u32; 16],
     ) {
-        let mut sums = [[0i32; 16]; R];
-        for place in 0..count {
-            // SAFETY: the caller grants `count` lines and cells.
-            let w = unsafe { lines.cast::<[u32; 16]>().add(place).read_unaligned() };
-            for (row, sums) in sums.iter_mut().enumerate() {
-                // SAFETY: as above.
-                let x = unsafe { x.add(place * R + row).read() };
-                for (sum, w) in sums.iter_mut().zip(&w) {
-                    // Factors that fit sixteen bits: compilers know cheaper products for them.
-                    let product = |k: usize| ((w >> (8 * k)) & 0xff) as i32 * i32::from(x[k]);
-                    let pairs = (product(0) + product(1)) + (product(2) + product(3));
-                    *sum = sum.wrapping_add(pairs);
-                }
-            }
-        }
-        for (row, sums) in sums.iter().enumerate() {
-            // SAFETY: the caller grants R results.
-            unsafe { out.add(row).write(sums.map(|sum| sum as u32)) };
-        }
+        // SAFETY: the caller's duty.
+        unsafe { int8_tile::<R>(x, lines, count, out) }
     }
 }
 

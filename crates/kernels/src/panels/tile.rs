@@ -305,10 +305,6 @@ impl<'a> Finish<'a> {
 
     /// # Safety
     /// Rows, at most sixteen, their states and the panel exist, and y has the rows.
-    #[expect(
-        clippy::needless_range_loop,
-        reason = "register tiles are addressed by row and column"
-    )]
     #[inline(always)]
     unsafe fn put_rows<const INTEGER: bool>(
         &self,
