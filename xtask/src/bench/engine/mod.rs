@@ -285,7 +285,8 @@ impl Bench<'_> {
         drop(against);
         let memory = format!("memory, {}, W8A8", model.name);
         if plan.wants(&memory) {
-            let sample = memory::measure(&directory)?;
+            let (sample, note) = memory::measure(&directory)?;
+            self.measured.notes.push(format!("{}: {note}", model.name));
             self.measured.insert(0, memory, sample);
         }
         eprintln!("{}: {:.0} s", model.name, started.elapsed().as_secs_f64());
