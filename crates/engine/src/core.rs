@@ -4,7 +4,7 @@ mod sequence;
 mod step;
 
 use crate::blocks::BlockPool;
-use crate::output::OutputState;
+use crate::output::{OutputState, piece_bytes};
 use crate::prefix::BlockChain;
 use crate::sampler::{Sampler, SamplingLimits, check_allowed, check_length, check_prompt};
 use crate::scheduler::{FetchEnd, NewSeq, Plan, Scheduler, StepLimits};
@@ -304,7 +304,7 @@ impl Engine {
     /// # Errors
     /// As [`Self::step`].
     pub fn step_into(&mut self, out: &mut StepOutput) -> Result<(), ExecError> {
-        out.clear();
+        out.clear(self.sequences.len() * piece_bytes(&self.tokenizer));
         if self.failed {
             return Err(ExecError::AfterFailure);
         }

@@ -19,6 +19,12 @@ pub struct OutputState {
     piece: String,
 }
 
+/// Room for the text of a token, so that nothing is allocated while tokens come: with what may be held back before it,
+/// which is shown as a replacement character of three bytes where it is no text.
+pub(crate) fn piece_bytes(tokenizer: &Tokenizer) -> usize {
+    tokenizer.longest_token() + 128
+}
+
 impl OutputState {
     /// At the start of an output. Validated parameters make no error.
     ///
@@ -41,7 +47,7 @@ impl OutputState {
                 params.skip_special_tokens,
             ),
             stops: StopMatcher::new(&params.stop, params.include_stop_str_in_output)?,
-            piece: String::new(),
+            piece: String::with_capacity(piece_bytes(tokenizer)),
         })
     }
 

@@ -145,11 +145,13 @@ impl StepOutput {
         })
     }
 
-    pub(crate) fn clear(&mut self) {
+    /// Empties it; there is room for so many bytes of text then.
+    pub(crate) fn clear(&mut self, text: usize) {
         self.events.clear();
         self.tokens.clear();
         self.logprobs.clear();
         self.text.clear();
+        self.text.reserve(text);
     }
 
     pub(crate) fn fetch(&mut self, id: RequestId, blocks: Vec<BlockId>, tokens: u32) {

@@ -24,10 +24,11 @@ impl IncrementalDetokenizer {
     /// At the start of a text. `skip_special` leaves special tokens out.
     pub fn new(tokenizer: Arc<Tokenizer>, skip_special: bool) -> Self {
         let strip_left = tokenizer.strip_start();
+        let held = Vec::with_capacity(MAX_HELD + 3 + tokenizer.longest_token());
         Self {
             tokenizer,
             skip_special,
-            held: Vec::new(),
+            held,
             strip_left,
         }
     }

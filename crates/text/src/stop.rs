@@ -1,5 +1,8 @@
 use crate::TextError;
 
+/// Room for the text of a token; longer ones are taken too.
+const PIECE: usize = 256;
+
 /// Looks for stop strings in a stream of text.
 ///
 /// The match that ends first wins; of matches that end at the same place, the one listed first. Text
@@ -41,11 +44,12 @@ impl StopMatcher {
         if let Some(index) = stops.iter().position(String::is_empty) {
             return Err(TextError::EmptyStop { index });
         }
+        let longest = stops.iter().map(String::len).max();
         let stops = stops.iter().map(|s| Automaton::new(s)).collect();
         Ok(Self {
             stops,
             include,
-            held: String::new(),
+            held: String::with_capacity(longest.unwrap_or(0) + PIECE),
             hit: None,
         })
     }

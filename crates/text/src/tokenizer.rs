@@ -40,6 +40,11 @@ pub struct Tokenizer {
 }
 
 impl Tokenizer {
+    /// Bytes of the longest token.
+    pub fn longest_token(&self) -> usize {
+        self.longest
+    }
+
     /// Loads from a model directory in Hugging Face layout. Only `tokenizer.json` must exist.
     ///
     /// # Errors
