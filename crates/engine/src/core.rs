@@ -248,6 +248,7 @@ impl Engine {
             max_len,
             remote: request.kv == KvSource::Remote,
             keys,
+            caches: chain.is_some(),
             scored: request.params.prompt_logprobs.is_some(),
             leader: request.leader,
         };

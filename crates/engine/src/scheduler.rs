@@ -74,6 +74,8 @@ pub struct NewSeq {
     /// Keys of the prompt's full blocks, to find and to leave them in the cache; none if it is not used.
     /// Later ones are pushed behind them: with room for those, that allocates nothing.
     pub keys: Vec<BlockKey>,
+    /// It uses the cache, though its prompt may be too short for a key.
+    pub caches: bool,
     /// Logits of every prompt token are wanted, so no prefix is taken from the cache.
     pub scored: bool,
     /// An earlier sequence of the same prompt and keys.
@@ -207,6 +209,7 @@ struct Seq {
     leader: Option<RequestId>,
     /// The prompt has been looked for in the cache.
     looked: bool,
+    caches: bool,
     keys: Vec<BlockKey>,
     blocks: Vec<BlockId>,
     preemptions: u32,
@@ -275,6 +278,7 @@ impl Scheduler {
             scored: new.scored,
             leader: new.leader.filter(|leader| *leader != id),
             looked: false,
+            caches: new.caches,
             keys: new.keys,
             blocks: Vec::with_capacity(most_blocks),
             preemptions: 0,

@@ -23,7 +23,7 @@ pub(crate) use scheme::{Format, Scheme};
 pub use shard::WeightDtype;
 
 use files::WeightFiles;
-use scheme::telltale;
+use scheme::{telltale, unequal_partners};
 use shard::{Info, Place, Shard};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt::Write;
@@ -240,6 +240,7 @@ impl Checkpoint {
                 }
             }
         }
+        wrong.extend(unequal_partners(specs, &schemes));
         let spare_head = found
             .get("lm_head.weight")
             .filter(|_| specs.tied_head)
@@ -280,6 +281,13 @@ impl Checkpoint {
     /// Type of a tensor, if the files have it.
     pub fn dtype(&self, name: &str) -> Option<WeightDtype> {
         self.places.get(name).map(|place| place.dtype)
+    }
+
+    /// Bytes that reading a tensor takes beside its values.
+    pub(crate) fn beside(&self, name: &str) -> u64 {
+        self.places
+            .get(name)
+            .map_or(0, |place| place.beside() as u64)
     }
 
     /// Shape of a tensor, if the files have it.

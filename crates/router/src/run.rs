@@ -16,9 +16,9 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 use tokio_util::task::TaskTracker;
-use twinfer_config::RouterConfig;
+use twinfer_config::{FlagError, RouterConfig};
 use twinfer_http::{
-    BindError, BodyRoom, Drain, Listener, OWN_DESCRIPTORS, Secret, SecretError, ServeOptions,
+    BindError, BodyRoom, Drain, Host, Listener, OWN_DESCRIPTORS, Secret, SecretError, ServeOptions,
 };
 
 /// At the end, releases that are under way have this long.
@@ -100,6 +100,11 @@ async fn start(
         config.peer_key_file.as_deref(),
         config.environment_keys.peer.as_ref(),
     )?;
+    if let Err(error) = Host::parse(&config.host) {
+        let value = format!("{:?}", config.host);
+        let error = FlagError::new("host", value, error.problem);
+        return Err(RouterError::Config(vec![error.to_string()]));
+    }
     let listener = Listener::bind(&config.host, config.port).await?;
     let addr = listener.addr();
 

@@ -128,6 +128,8 @@ where
             FlagError::new("pd-peers", format!("{peer:?}"), allowed)
         })?;
     }
+    Host::parse(&config.host)
+        .map_err(|error| FlagError::new("host", format!("{:?}", config.host), error.problem))?;
     let listener = Listener::bind(&config.host, config.port)
         .await
         .map_err(|e| ServeError::Bind {

@@ -75,6 +75,16 @@ fn wrong_arguments_and_files_have_their_exit_codes_and_are_named() {
         ),
         (&["router"], 64, "no instance is given"),
         (
+            &["serve", model, "--port", "0", "--host", "a b"],
+            2,
+            "host is \"a b\"; ",
+        ),
+        (
+            &["router", "--worker", "http://127.0.0.1:1", "--host", "a b"],
+            64,
+            "host is \"a b\"; ",
+        ),
+        (
             &["router", "--port", "abc"],
             2,
             "allowed: a port from 1 to 65535",

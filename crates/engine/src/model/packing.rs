@@ -64,7 +64,8 @@ impl Packing {
         for spec in specs.tensors.iter().filter(|spec| spec.shape.len() == 2) {
             let bytes = spec
                 .len()
-                .saturating_mul(self.transient(spec, specs, checkpoint));
+                .saturating_mul(self.transient(spec, specs, checkpoint))
+                .saturating_add(checkpoint.beside(&spec.name));
             let module = spec.module();
             let (parent, part) = module.rsplit_once('.').unwrap_or(("", module));
             // Those that turn a block's own output back have another input.

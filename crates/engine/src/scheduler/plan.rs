@@ -219,7 +219,8 @@ impl Scheduler {
             }
             let tokens = hit * self.pool.block_size();
             (seq.computed, seq.settled) = (tokens, tokens);
-            if seq.cacheable(self.pool.block_size()) > 0 && !seq.looked {
+            // As vLLM counts: every prompt that is looked for, however short.
+            if seq.caches && !seq.remote && !seq.scored && !seq.looked {
                 self.cache.queries += seq.prompt_len as u64;
                 self.cache.hits += tokens.min(seq.prompt_len) as u64;
             }

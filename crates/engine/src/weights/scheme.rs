@@ -7,9 +7,11 @@ use super::WeightsError;
 use super::files::read_text;
 use super::shard::WeightDtype;
 use serde_json::{Map, Value};
+use std::collections::HashMap;
 use std::path::Path;
 use twinfer_config::model::{
     CompressedTensors, QuantizationConfig, QuantizedActivations, Strategy, TensorKind, TensorSpec,
+    TensorSpecs,
 };
 
 /// How a linear layer's weights are stored.
@@ -46,6 +48,79 @@ pub(crate) enum Format {
     Compressed(CompressedTensors),
     BlockFp8 { rows: usize, cols: usize },
     ModelSlim(Map<String, Value>),
+}
+
+/// What a product of several matrices must have in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Float,
+    PerToken,
+    Static,
+}
+
+impl Scheme {
+    fn kind(self) -> Kind {
+        match self {
+            Self::Plain | Self::BlockFp8 { .. } => Kind::Float,
+            Self::Dynamic(_) | Self::SlimMix => Kind::PerToken,
+            Self::Static { .. } | Self::SlimStatic => Kind::Static,
+        }
+    }
+}
+
+impl Kind {
+    fn text(self) -> &'static str {
+        match self {
+            Self::Float => "not quantised",
+            Self::PerToken => "int8 with a scale per token",
+            Self::Static => "int8 with a fixed scale of its input",
+        }
+    }
+}
+
+/// Names the product that a linear layer is part of: that of one input, or that of all experts of a layer.
+fn product(spec: &TensorSpec) -> String {
+    let module = spec.module();
+    let (parent, part) = module.rsplit_once('.').unwrap_or(("", module));
+    let part = match part {
+        "q_proj" | "k_proj" | "v_proj" => "q_proj, k_proj, v_proj",
+        "gate_proj" | "up_proj" => "gate_proj, up_proj",
+        "w1" | "w3" => "w1, w3",
+        part => part,
+    };
+    let layer = match parent.rsplit_once(".experts.") {
+        Some((layer, _)) => layer,
+        None => parent,
+    };
+    format!("{layer} {part}")
+}
+
+/// Sentences for matrices that are multiplied together but quantised differently.
+pub(super) fn unequal_partners(
+    specs: &TensorSpecs,
+    schemes: &HashMap<String, Scheme>,
+) -> Vec<String> {
+    let mut first: HashMap<String, (&str, Kind)> = HashMap::new();
+    let mut wrong = Vec::new();
+    let linear = specs
+        .tensors
+        .iter()
+        .filter(|spec| spec.kind == TensorKind::Linear);
+    for spec in linear {
+        let kind = schemes
+            .get(&spec.name)
+            .map_or(Kind::Float, |scheme| scheme.kind());
+        let (other, expected) = *first.entry(product(spec)).or_insert((&spec.name, kind));
+        if kind != expected {
+            wrong.push(format!(
+                "{} is {}, but {other}, which is multiplied together with it, is {}; allowed: the same for both",
+                spec.name,
+                kind.text(),
+                expected.text()
+            ));
+        }
+    }
+    wrong
 }
 
 /// A tensor that a spec asks for under its scheme.

@@ -378,6 +378,24 @@ impl Info {
     }
 }
 
+impl Place {
+    /// Bytes that reading takes beside the values: blocks as they are stored, values in another order.
+    pub(super) fn beside(&self) -> usize {
+        let Some(ggml) = self.source.ggml else {
+            return 0;
+        };
+        let ordered = if ggml.paired_heads.is_some() {
+            self.len
+        } else {
+            0
+        };
+        match self.dtype {
+            WeightDtype::Bf16 => self.source.len.saturating_add(ordered),
+            _ => self.len.saturating_add(ordered.max(self.source.len)),
+        }
+    }
+}
+
 impl Ggml {
     fn in_order<T: bytemuck::Pod>(self, values: &[T], width: usize, buffer: &mut [u8]) {
         let copy = |values: &[T], buffer: &mut [u8]| {

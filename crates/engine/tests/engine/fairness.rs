@@ -105,6 +105,7 @@ impl World {
             max_len,
             remote,
             keys: keys[..given].to_vec(),
+            caches: true,
             scored: ask.scored,
             leader: None,
         };

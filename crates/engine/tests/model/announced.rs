@@ -195,7 +195,7 @@ fn schemes_that_are_not_served_are_refused_by_name() {
         }
     });
     model.change(DESCRIPTION, |map| map[tensor] = json!("FLOAT"));
-    model.refused_when_read(&options(), &[tensor, "all or none"]);
+    model.refused(&[tensor, "not quantised", "the same for both"]);
 }
 
 /// `W8A8_MIX` would be static in decode and dynamic in prefill: it is dynamic in both, and said so.

@@ -27,8 +27,8 @@ pub(crate) const HELLO_LEN: usize = 48;
 pub(crate) const PROOF_LEN: usize = 32;
 /// Bytes of a frame's tag.
 pub(crate) const TAG_LEN: usize = 16;
-/// Version of everything said on the KV channel; another one is refused.
-pub(crate) const VERSION: u16 = 1;
+/// Version of everything said on the KV channel; another one is refused. 2: fingerprints name the MTP layer.
+pub(crate) const VERSION: u16 = 2;
 
 const MAGIC: [u8; 8] = *b"twinfrKV";
 

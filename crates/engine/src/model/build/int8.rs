@@ -30,14 +30,6 @@ impl Builder<'_> {
         let mut cols = 0;
         for module in modules {
             let name = format!("{}.weight", module.as_ref());
-            if matches!(
-                self.checkpoint.scheme(&name),
-                Scheme::Plain | Scheme::BlockFp8 { .. }
-            ) {
-                return Err(refused(format!(
-                    "{name} is not quantised, but others that take the same input are; allowed: all or none of them"
-                )));
-            }
             cols = self.shape(&name)?.1;
             parts.push(self.quantised(module.as_ref())?);
         }
