@@ -102,7 +102,7 @@ async fn start(
     )?;
     if let Err(error) = Host::parse(&config.host) {
         let value = format!("{:?}", config.host);
-        let error = FlagError::new("host", value, error.problem);
+        let error = FlagError::new("host", value, format!("it {}", error.problem));
         return Err(RouterError::Config(vec![error.to_string()]));
     }
     let listener = Listener::bind(&config.host, config.port).await?;

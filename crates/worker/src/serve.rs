@@ -128,8 +128,10 @@ where
             FlagError::new("pd-peers", format!("{peer:?}"), allowed)
         })?;
     }
-    Host::parse(&config.host)
-        .map_err(|error| FlagError::new("host", format!("{:?}", config.host), error.problem))?;
+    Host::parse(&config.host).map_err(|error| {
+        let why = format!("it {}", error.problem);
+        FlagError::new("host", format!("{:?}", config.host), why)
+    })?;
     let listener = Listener::bind(&config.host, config.port)
         .await
         .map_err(|e| ServeError::Bind {

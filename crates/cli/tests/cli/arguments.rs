@@ -76,13 +76,13 @@ fn wrong_arguments_and_files_have_their_exit_codes_and_are_named() {
         (&["router"], 64, "no instance is given"),
         (
             &["serve", model, "--port", "0", "--host", "a b"],
-            2,
-            "host is \"a b\"; ",
+            64,
+            "host is \"a b\"; it is not a host name",
         ),
         (
             &["router", "--worker", "http://127.0.0.1:1", "--host", "a b"],
             64,
-            "host is \"a b\"; ",
+            "host is \"a b\"; it is not a host name",
         ),
         (
             &["router", "--port", "abc"],

@@ -81,18 +81,18 @@ async fn foreign_protocols_are_closed_without_a_word() {
 async fn another_version_is_told_ours_and_closed() {
     let options = Options::default();
     let prefill = Prefill::start(&options).await;
-    for version in [0, 2, 0xffff] {
+    for version in [0, 1, 3, 0xffff] {
         let heard = say(&prefill, &hello(version)).await;
-        assert_eq!((heard.len(), &heard[..10]), (48, &b"twinfrKV\x01\0"[..]));
+        assert_eq!((heard.len(), &heard[..10]), (48, &b"twinfrKV\x02\0"[..]));
     }
-    assert_eq!(prefill.exporter.stats().rejections.version, 3);
+    assert_eq!(prefill.exporter.stats().rejections.version, 4);
 }
 
 #[tokio::test]
 async fn a_wrong_proof_gets_no_proof() {
     let options = Options::default();
     let (prefill, decode) = (Prefill::start(&options).await, Decode::start(&options));
-    let mut bytes = hello(1);
+    let mut bytes = hello(2);
     bytes.extend([7; 32]);
     bytes.extend([0xff; 4096]);
     // Its hello and a refusal, the same for everybody, where a proof would stand.
@@ -111,7 +111,7 @@ async fn a_wrong_proof_gets_no_proof() {
 async fn half_a_message_and_silence_is_closed() {
     let options = Options::default();
     let (prefill, decode) = (Prefill::start(&options).await, Decode::start(&options));
-    let (nothing, half_hello, no_proof) = (Vec::new(), hello(1)[..20].to_vec(), hello(1));
+    let (nothing, half_hello, no_proof) = (Vec::new(), hello(2)[..20].to_vec(), hello(2));
     let began = Instant::now();
     tokio::join!(
         say(&prefill, &nothing),
@@ -199,7 +199,7 @@ async fn a_thousand_silent_connections_do_not_keep_peers_out() {
             let mut stream = TcpStream::connect(addr).await.unwrap();
             // Every third begins well.
             let bytes = if number % 3 == 0 {
-                hello(1)
+                hello(2)
             } else {
                 Vec::new()
             };
