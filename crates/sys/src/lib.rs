@@ -1,21 +1,27 @@
 //! What the operating system offers and safe Rust does not: the KV block arena over an anonymous mapping, read-only
-//! file mappings, files of strangers, memory in large pages, memory that processes share, thread affinity, memory limits, and supervision of child processes by pidfd.
+//! file mappings, files of strangers, memory in large pages, memory that processes share (sealed, or with futexes),
+//! descriptor passing, thread affinity, memory limits, and supervision of child processes by pidfd.
 //!
 //! This crate and `kernels` are the only ones with `unsafe`; every such block states why it is sound.
 //! Linux only.
 
 mod affinity;
 mod arena;
+mod descriptors;
 pub mod file;
 mod large;
 mod mapped;
 mod memory;
 mod process;
 mod sealed;
+mod shared;
 
 pub use affinity::{available_cpus, cgroup_cpu_quota, pin_thread};
 pub use arena::{
     BlockArena, BlockError, BlockRead, BlockReadArc, BlockWrite, BlockWriteArc, UNIT_ALIGN,
+};
+pub use descriptors::{
+    MAX_DESCRIPTORS, PeerCredentials, peer_credentials, receive_descriptors, send_descriptors,
 };
 pub use large::{LargePages, Piece, Pieces};
 pub use mapped::{Access, MappedFile};
@@ -24,3 +30,4 @@ pub use memory::{
 };
 pub use process::{ExitStatus, PidFd, set_parent_death_signal};
 pub use sealed::SealedPages;
+pub use shared::{SharedWords, futex_wait, futex_wake_all};

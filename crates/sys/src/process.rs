@@ -46,7 +46,37 @@ impl PidFd {
         })
     }
 
-    /// The process id this handle was opened for.
+    /// A handle to this process, to be passed to others: whoever receives it knows when this process ends, also from
+    /// another process namespace.
+    ///
+    /// # Errors
+    /// What `pidfd_open` reports.
+    pub fn own() -> io::Result<Self> {
+        Self::open(std::process::id())
+    }
+
+    /// A handle that came from another process.
+    ///
+    /// # Errors
+    /// `InvalidInput` when the descriptor is no handle to a process; what reading `/proc` reports.
+    pub fn received(fd: OwnedFd) -> io::Result<Self> {
+        let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd()))?;
+        let pid = info
+            .lines()
+            .find_map(|line| line.strip_prefix("Pid:"))
+            .and_then(|number| number.trim().parse::<i32>().ok())
+            .ok_or_else(|| {
+                io::Error::new(
+                    io::ErrorKind::InvalidInput,
+                    "a descriptor that is no handle to a process",
+                )
+            })?;
+        // -1: it has ended; 0: it has no number in this namespace.
+        let pid = u32::try_from(pid).unwrap_or(0);
+        Ok(Self { fd, pid })
+    }
+
+    /// The process id this handle was opened for; 0 when it has none here.
     pub fn pid(&self) -> u32 {
         self.pid
     }
@@ -189,6 +219,17 @@ mod tests {
             io::ErrorKind::InvalidInput
         );
         assert!(PidFd::open(i32::MAX as u32).is_err());
+    }
+
+    #[test]
+    fn a_handle_passed_on_names_its_process_and_other_descriptors_are_refused() {
+        let own = PidFd::own().unwrap();
+        let passed = PidFd::received(own.fd.try_clone().unwrap()).unwrap();
+        assert_eq!(passed.pid(), std::process::id());
+        assert!(!passed.wait_ended(Duration::ZERO).unwrap());
+        let file = std::fs::File::open("/proc/self/status").unwrap();
+        let error = PidFd::received(file.into()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
     }
 
     #[test]
