@@ -245,8 +245,8 @@ impl Board {
 
     /// Meets the other members with `head`, after this member's slot was filled, and checks that they are in the same
     /// call. The slots may be read until [`Board::turn`].
-    fn meet(&mut self, head: &Head, until: Instant) -> Result<(), Failure> {
-        let shared = Arc::as_ref(&self.shared);
+    fn meet(&self, head: &Head, until: Instant) -> Result<(), Failure> {
+        let shared = &self.shared;
         let slot = self.slot(shared.member);
         for (word, value) in shared.words(slot + 1, HEAD_WORDS).iter().zip(head.words()) {
             word.store(value, Ordering::Relaxed);

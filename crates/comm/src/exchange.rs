@@ -71,7 +71,9 @@ pub(crate) fn lead(
         match meet(stream, key, epoch, ranks, until) {
             Ok((rank, stream, process)) => {
                 let place = (rank - ranks.start - 1) as usize;
-                if let Some(place @ None) = members.get_mut(place) {
+                if let Some(place) = members.get_mut(place)
+                    && place.is_none()
+                {
                     *place = Some((stream, process));
                 }
             }

@@ -179,7 +179,7 @@ mod tests {
         fn a_damaged_frame_is_refused(place in 0..FRAME_HEAD, bit in 0..8) {
             let key = test_session_key(1);
             let mut bytes = Frame::control(FrameKind::Bye, 1, b"").encode(&key, 0);
-            bytes[place] ^= 1 << bit;
+            bytes[place] ^= 1_u8 << bit;
             prop_assert_eq!(Frame::decode(&bytes, &key, 0), None);
         }
     }

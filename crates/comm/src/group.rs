@@ -1,15 +1,17 @@
 //! The collectives, over the ways that a group has: shared memory among the ranks of its domain, TCP to all others.
+//! Who exchanges with whom stands in `schedule`.
 //!
-//! A domain is the ranks that share a board: those of a node, or one rank alone where memory is not shared. In a call
-//! that goes through several stages, each stage waits a little longer than the one before, so that the rank that is
-//! missing is named by those who wait for it and not by those who wait for these.
+//! In a call that goes through several stages, each stage waits a little longer than the one before, so that the rank
+//! that is missing is named by those who wait for it and not by those who wait for these.
 
 use crate::board::Board;
 use crate::call::{At, Call, Head, Misuse, Op, Reached, Route, Sequence, ops_code};
 use crate::collective::{Collective, Ends, MAX_REDUCE, Traffic};
+use crate::ends::{GatherEnds, Out, ReduceEnds, ToAllEnds, padded};
 use crate::error::{Cause, CommError, Failure, misused};
 use crate::mesh::{Mesh, Stop};
 use crate::parts::Parts;
+use crate::schedule::{Peers, domain};
 use crate::topology::{PeerClass, Topology};
 use crate::watch::Watch;
 use std::ops::Range;
@@ -47,8 +49,8 @@ pub struct Group {
     domain: Range<u32>,
     sequence: Sequence,
     patience: Duration,
-    lists: Lists,
-    /// Values of the other leaders, in the order of [`Lists::leaders`].
+    peers: Peers,
+    /// Values of the other leaders, in their order.
     incoming: Vec<u64>,
     /// Where the parts of an all-to-all start.
     offsets: Vec<usize>,
@@ -59,19 +61,6 @@ pub struct Group {
     _watch: Option<Watch>,
     board: Option<Board>,
     mesh: Option<Mesh>,
-}
-
-/// Peers by the part they have in a call. This rank is in none.
-#[derive(Debug, Default)]
-struct Lists {
-    /// First ranks of the other domains; empty if this one is not the first of its own.
-    leaders: Vec<u32>,
-    /// All ranks outside the domain.
-    remote: Vec<u32>,
-    /// Ranks of other nodes with this local rank.
-    column: Vec<u32>,
-    /// Ranks of this node outside the domain.
-    mates: Vec<u32>,
 }
 
 /// What a group is made of.
@@ -123,25 +112,6 @@ impl Stopper {
     }
 }
 
-impl Lists {
-    fn new(rank: u32, topology: &Topology, domain: &Range<u32>, shares: bool) -> Self {
-        let outside = |other: &u32| !domain.contains(other);
-        let node = topology.ranks_of(topology.node_of(rank));
-        let leaders = (0..topology.world())
-            .filter(outside)
-            .filter(|&other| !shares || topology.leader_of(other) == other);
-        Self {
-            leaders: match domain.start == rank {
-                true => leaders.collect(),
-                false => Vec::new(),
-            },
-            remote: (0..topology.world()).filter(outside).collect(),
-            column: topology.column(rank).into_iter().filter(outside).collect(),
-            mates: node.filter(outside).collect(),
-        }
-    }
-}
-
 impl Group {
     pub(crate) fn new(wiring: Wiring) -> Self {
         let Wiring {
@@ -155,16 +125,13 @@ impl Group {
             mesh,
             stop,
         } = wiring;
-        let domain = match shares {
-            true => topology.ranks_of(topology.node_of(rank)),
-            false => rank..rank + 1,
-        };
-        let lists = Lists::new(rank, &topology, &domain, shares);
+        let domain = domain(&topology, rank, shares);
+        let peers = Peers::new(&topology, rank, shares);
         Self {
             rank,
             sequence: Sequence::new(epoch),
             patience: options.patience,
-            incoming: vec![0; lists.leaders.len() * MAX_REDUCE],
+            incoming: vec![0; peers.leaders.len() * MAX_REDUCE],
             offsets: Vec::with_capacity(topology.world() as usize),
             traffic: Traffic::default(),
             failed: None,
@@ -173,7 +140,7 @@ impl Group {
                 stop,
                 shared: board.as_ref().map(|board| Arc::clone(board.shared())),
             },
-            lists,
+            peers,
             topology,
             domain,
             _watch: watch,
@@ -288,28 +255,28 @@ impl Group {
             board.reduce(&head, values, op_of, deadlines.stage(0))?;
             self.count_domain(bytes);
         }
-        if self.lists.remote.is_empty() {
+        if self.peers.remote.is_empty() {
             return Ok(());
         }
-        if let (Some(mesh), false) = (&mut self.mesh, self.lists.leaders.is_empty()) {
+        if let (Some(mesh), false) = (&mut self.mesh, self.peers.leaders.is_empty()) {
             let mut ends = ReduceEnds {
                 values,
                 incoming: &mut self.incoming,
-                leaders: &self.lists.leaders,
+                leaders: &self.peers.leaders,
             };
             let until = deadlines.stage(1);
-            mesh.exchange(&head, 0, &self.lists.leaders, until, &mut ends)?;
+            mesh.exchange(&head, 0, &self.peers.leaders, until, &mut ends)?;
             for theirs in self
                 .incoming
                 .chunks_exact(MAX_REDUCE)
-                .take(self.lists.leaders.len())
+                .take(self.peers.leaders.len())
             {
                 for (place, (value, theirs)) in values.iter_mut().zip(theirs).enumerate() {
                     *value = op_of(place).apply(*value, *theirs);
                 }
             }
-            for place in 0..self.lists.leaders.len() {
-                self.count(self.lists.leaders[place], bytes);
+            for place in 0..self.peers.leaders.len() {
+                self.count(self.peers.leaders[place], bytes);
             }
         }
         if let Some(board) = &mut self.board {
@@ -353,20 +320,20 @@ impl Group {
             }
             if let Some(mesh) = &mut self.mesh {
                 let until = deadlines.stage(1);
-                mesh.exchange(&head, 0, &self.lists.remote, until, &mut ends)?;
-                for place in 0..self.lists.remote.len() {
-                    self.count(self.lists.remote[place], mine.len());
+                mesh.exchange(&head, 0, &self.peers.remote, until, &mut ends)?;
+                for place in 0..self.peers.remote.len() {
+                    self.count(self.peers.remote[place], mine.len());
                 }
             }
             return Ok(());
         }
         let even = topology.is_even();
         self.check(reached, even, Misuse::UnevenNodes)?;
-        if let (Some(mesh), false) = (&mut self.mesh, self.lists.column.is_empty()) {
+        if let (Some(mesh), false) = (&mut self.mesh, self.peers.column.is_empty()) {
             let until = deadlines.stage(0);
-            mesh.exchange(&head, 0, &self.lists.column, until, &mut ends)?;
-            for place in 0..self.lists.column.len() {
-                self.count(self.lists.column[place], mine.len());
+            mesh.exchange(&head, 0, &self.peers.column, until, &mut ends)?;
+            for place in 0..self.peers.column.len() {
+                self.count(self.peers.column[place], mine.len());
             }
         }
         ends.columns = true;
@@ -377,14 +344,14 @@ impl Group {
             let most = limit.saturating_mul(nodes.into());
             board.stream(&head, nodes, 0..nodes, most, deadlines.stage(1), &mut ends)?;
             self.count_domain(column);
-        } else if let (Some(mesh), false) = (&mut self.mesh, self.lists.mates.is_empty()) {
+        } else if let (Some(mesh), false) = (&mut self.mesh, self.peers.mates.is_empty()) {
             for node in 0..nodes {
                 let head = head.with_detail(1 + node);
                 let until = deadlines.stage(1);
-                mesh.exchange(&head, node, &self.lists.mates, until, &mut ends)?;
+                mesh.exchange(&head, node, &self.peers.mates, until, &mut ends)?;
             }
-            for place in 0..self.lists.mates.len() {
-                self.count(self.lists.mates[place], column);
+            for place in 0..self.peers.mates.len() {
+                self.count(self.peers.mates[place], column);
             }
         }
         Ok(())
@@ -478,9 +445,8 @@ impl Collective for Group {
                 detail: 0,
                 length: 0,
             };
-            let own = ends.offer(group.rank, 0);
-            let room = ends.received.part_mut(group.rank);
-            if let Some(room) = room {
+            let own = ends.part_for(group.rank);
+            if let Some(room) = ends.received.part_mut(group.rank) {
                 room.set_len(own.len());
                 room.as_mut_slice().copy_from_slice(own);
             }
@@ -493,10 +459,12 @@ impl Collective for Group {
             }
             if let Some(mesh) = &mut group.mesh {
                 let until = deadlines.stage(1);
-                mesh.exchange(&head, 0, &group.lists.remote, until, &mut ends)?;
+                mesh.exchange(&head, 0, &group.peers.remote, until, &mut ends)?;
             }
-            for to in (0..group.topology.world()).filter(|&to| to != group.rank) {
-                group.count(to, counts[to as usize]);
+            for (to, &count) in (0..).zip(counts) {
+                if to != group.rank {
+                    group.count(to, count);
+                }
             }
             Ok(())
         })
@@ -530,157 +498,6 @@ impl Deadlines {
 
     fn stage(self, stage: u32) -> Instant {
         self.first + self.grace * stage
-    }
-}
-
-/// Bytes that a piece of `length` takes in a slot.
-fn padded(length: usize) -> u64 {
-    (length as u64).saturating_add(8)
-}
-
-/// All-reduce among leaders: everybody gets the same values.
-struct ReduceEnds<'a> {
-    values: &'a [u64],
-    incoming: &'a mut [u64],
-    leaders: &'a [u32],
-}
-
-impl Ends for ReduceEnds<'_> {
-    fn offer(&self, _to: u32, _piece: u32) -> &[u8] {
-        bytemuck::cast_slice(self.values)
-    }
-
-    fn room(&mut self, from: u32, _piece: u32, length: u64) -> Result<&mut [u8], Cause> {
-        let expected = size_of_val(self.values) as u64;
-        if length != expected {
-            let got = length;
-            return Err(Cause::Unequal { expected, got });
-        }
-        let place = self.leaders.binary_search(&from);
-        let start = place.map_err(|_| Cause::Damaged)? * MAX_REDUCE;
-        let room = self.incoming.get_mut(start..start + self.values.len());
-        room.map(bytemuck::cast_slice_mut).ok_or(Cause::Damaged)
-    }
-}
-
-/// Where a gather's bytes go.
-enum Out<'a> {
-    Equal { all: &'a mut [u8], each: usize },
-    Any { parts: &'a mut Parts, limit: usize },
-}
-
-impl Out<'_> {
-    /// Most bytes a rank's part takes in a slot.
-    fn limit(&self) -> u64 {
-        padded(match self {
-            Self::Equal { each, .. } => *each,
-            Self::Any { limit, .. } => *limit,
-        })
-    }
-
-    fn bytes(&self, rank: u32) -> &[u8] {
-        match self {
-            Self::Equal { all, each } => {
-                let start = rank as usize * each;
-                all.get(start..start + each).unwrap_or_default()
-            }
-            Self::Any { parts, .. } => parts.part(rank),
-        }
-    }
-
-    fn room(&mut self, rank: u32, length: u64) -> Result<&mut [u8], Cause> {
-        match self {
-            Self::Equal { all, each } => {
-                let (expected, start) = (*each as u64, rank as usize * *each);
-                if length != expected {
-                    let got = length;
-                    return Err(Cause::Unequal { expected, got });
-                }
-                all.get_mut(start..start + *each).ok_or(Cause::Damaged)
-            }
-            Self::Any { parts, limit } => part_room(parts, rank, length, *limit),
-        }
-    }
-}
-
-fn part_room(
-    parts: &mut Parts,
-    rank: u32,
-    length: u64,
-    limit: usize,
-) -> Result<&mut [u8], Cause> {
-    let length = usize::try_from(length)
-        .ok()
-        .filter(|&length| length <= limit)
-        .ok_or(Cause::TooLong {
-            limit: limit as u64,
-            got: length,
-        })?;
-    let part = parts.part_mut(rank).ok_or(Cause::Damaged)?;
-    part.set_len(length);
-    Ok(part.as_mut_slice())
-}
-
-/// A gather: this rank's bytes to everybody; or, in the second stage, the bytes of its column.
-struct GatherEnds<'a> {
-    topology: &'a Topology,
-    rank: u32,
-    mine: &'a [u8],
-    out: Out<'a>,
-    columns: bool,
-}
-
-impl GatherEnds<'_> {
-    /// The rank on `node` with the local rank of `rank`.
-    fn on_node(&self, rank: u32, node: u32) -> u32 {
-        self.topology.ranks_of(node).start + self.topology.local_rank(rank)
-    }
-}
-
-impl Ends for GatherEnds<'_> {
-    fn offer(&self, _to: u32, piece: u32) -> &[u8] {
-        match self.columns {
-            true => self.out.bytes(self.on_node(self.rank, piece)),
-            false => self.mine,
-        }
-    }
-
-    fn room(&mut self, from: u32, piece: u32, length: u64) -> Result<&mut [u8], Cause> {
-        let of = match self.columns {
-            true => self.on_node(from, piece),
-            false => from,
-        };
-        self.out.room(of, length)
-    }
-}
-
-/// An all-to-all: a part for each rank, a part from each.
-struct ToAllEnds<'a> {
-    send: &'a [u8],
-    counts: &'a [usize],
-    offsets: &'a [usize],
-    received: &'a mut Parts,
-    limit: usize,
-}
-
-impl<'a> ToAllEnds<'a> {
-    fn part_for(&self, to: u32) -> &'a [u8] {
-        let place = to as usize;
-        self.offsets
-            .get(place)
-            .zip(self.counts.get(place))
-            .and_then(|(&start, &count)| self.send.get(start..start + count))
-            .unwrap_or_default()
-    }
-}
-
-impl Ends for ToAllEnds<'_> {
-    fn offer(&self, to: u32, _piece: u32) -> &[u8] {
-        self.part_for(to)
-    }
-
-    fn room(&mut self, from: u32, _piece: u32, length: u64) -> Result<&mut [u8], Cause> {
-        part_room(self.received, from, length, self.limit)
     }
 }
 

@@ -11,7 +11,7 @@
 //!
 //! A proof is HMAC-SHA256 under the peer key over a label that names the side, and both hellos, which
 //! hold version, sides and nonces: a proof cannot be replayed, nor sent back to its maker. The
-//! dialer proves first, so an listener signs nothing for strangers: one whose proof is wrong gets
+//! dialer proves first, so a listener signs nothing for strangers: one whose proof is wrong gets
 //! [`KEY_REFUSED`] in place of a proof, so that it can say why it is not served. Without a key (loopback only)
 //! the same is computed under a public key: it proves nothing, but the connection's frames still get
 //! tags that depend on both nonces.
@@ -32,7 +32,7 @@ pub(crate) const VERSION: u16 = 1;
 
 const MAGIC: [u8; 8] = *b"twinfrRK";
 
-/// What an listener says in place of its proof to an dialer whose proof is wrong. Anybody on the way
+/// What a listener says in place of its proof to a dialer whose proof is wrong. Anybody on the way
 /// can say so too: the dialer ends with an error then, as it would without an answer.
 pub(crate) const KEY_REFUSED: [u8; PROOF_LEN] = *b"twinfrRK: peer key not accepted.";
 

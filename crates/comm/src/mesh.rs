@@ -5,9 +5,10 @@ use crate::collective::Ends;
 use crate::error::{Cause, Failure};
 use crate::link::{Link, Trouble};
 use parking_lot::Mutex;
-use rustix::buffer::spare_capacity;
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+use std::fmt;
 use std::io;
+use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,13 +19,11 @@ const EVENTS: usize = 64;
 const STOP: u64 = u64::MAX;
 
 /// All connections of one rank.
-#[derive(Debug)]
 pub(crate) struct Mesh {
     rank: u32,
     /// By rank.
     links: Vec<Option<Box<Link>>>,
     epoll: OwnedFd,
-    events: Vec<epoll::Event>,
     stop: Arc<Stop>,
     ended: bool,
 }
@@ -78,7 +77,6 @@ impl Mesh {
             rank,
             links: places,
             epoll,
-            events: Vec::with_capacity(EVENTS),
             stop,
             ended: false,
         })
@@ -155,15 +153,16 @@ impl Mesh {
             tv_sec: left.as_secs().min(1 << 30) as i64,
             tv_nsec: left.subsec_nanos().into(),
         };
-        self.events.clear();
-        match epoll::wait(&self.epoll, spare_capacity(&mut self.events), Some(&left)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+        let mut space = [const { MaybeUninit::<epoll::Event>::uninit() }; EVENTS];
+        let events = match epoll::wait(&self.epoll, &mut space, Some(&left)) {
+            Ok((events, _)) => events,
+            Err(rustix::io::Errno::INTR) => return Ok(true),
             Err(error) => {
                 let error: io::Error = error.into();
                 return Err(self.failure(self.rank, error.into(), during));
             }
-        }
-        for event in &self.events {
+        };
+        for event in events {
             let data = event.data.u64();
             if data == STOP {
                 if let Some(failure) = self.stop.failure() {
@@ -203,6 +202,15 @@ impl Mesh {
                 link.tell_failure(self.rank, failure);
             }
         }
+    }
+}
+
+impl fmt::Debug for Mesh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mesh")
+            .field("rank", &self.rank)
+            .field("links", &self.links)
+            .finish_non_exhaustive()
     }
 }
 

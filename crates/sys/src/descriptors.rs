@@ -2,12 +2,12 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, recvmsg, sendmsg, sockopt,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
 /// Most descriptors in one message; the kernel's limit is 253.
@@ -111,10 +111,30 @@ pub fn receive_descriptors(
 /// # Errors
 /// What `getsockopt` reports.
 pub fn peer_credentials(socket: &UnixStream) -> io::Result<PeerCredentials> {
-    let credentials = sockopt::socket_peercred(socket)?;
+    // Not through rustix: its process ids can't be 0, which this one is for a peer of another namespace.
+    let mut credentials = libc::ucred {
+        pid: 0,
+        uid: u32::MAX,
+        gid: u32::MAX,
+    };
+    let mut length = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: the descriptor is open, and the system writes at most `length` bytes into `credentials`, a struct of
+    // integers.
+    let outcome = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut credentials).cast(),
+            &raw mut length,
+        )
+    };
+    if outcome != 0 {
+        return Err(io::Error::last_os_error());
+    }
     Ok(PeerCredentials {
-        pid: credentials.pid.as_raw_nonzero().get().unsigned_abs(),
-        uid: credentials.uid.as_raw(),
+        pid: credentials.pid.unsigned_abs(),
+        uid: credentials.uid,
     })
 }
 

@@ -246,8 +246,6 @@ impl Coming {
                     let (sent, received) = Direction::pair(transcript, key, Side::Listener);
                     self.state = State::First { sent, received };
                 }
-                // The length may have become known only now.
-                State::First { .. } if self.input.len() < self.need()? => continue,
                 State::First { .. } => return Ok(true),
             }
             self.input.clear();
