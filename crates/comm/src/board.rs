@@ -9,7 +9,7 @@
 //! others report. Nobody waits for a lock, so a rank may be killed at any place.
 
 use crate::call::{HEAD_WORDS, Head, Op, Reached};
-use crate::collective::Ends;
+use crate::collective::{Ends, Wait};
 use crate::error::{Cause, FAILURE_WORDS, Failure};
 use std::ops::Range;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -34,8 +34,10 @@ const TURN: u32 = 2;
 const FIRST_FAILURE: usize = 0;
 /// Words before the records.
 const PREFIX: usize = LINE;
+/// Place in a record, behind the failure, of the word that says that a member waits for ranks outside.
+const AWAY: usize = FAILURE_WORDS;
 /// Words of a record.
-const RECORD: usize = FAILURE_WORDS.next_multiple_of(LINE);
+const RECORD: usize = (AWAY + 1).next_multiple_of(LINE);
 /// Words of a slot before its table: round, head.
 const SLOT_HEAD: usize = (1 + HEAD_WORDS).next_multiple_of(LINE);
 
@@ -245,7 +247,7 @@ impl Board {
 
     /// Meets the other members with `head`, after this member's slot was filled, and checks that they are in the same
     /// call. The slots may be read until [`Board::turn`].
-    fn meet(&self, head: &Head, until: Instant) -> Result<(), Failure> {
+    fn meet(&self, head: &Head, wait: Wait) -> Result<(), Failure> {
         let shared = &self.shared;
         let slot = self.slot(shared.member);
         for (word, value) in shared.words(slot + 1, HEAD_WORDS).iter().zip(head.words()) {
@@ -263,7 +265,7 @@ impl Board {
                 let _ = futex_wake_all(shared.generation());
             }
         } else {
-            self.wait(before, head, until)?;
+            self.wait(before, head, wait)?;
         }
         for member in 0..self.members() {
             let theirs = self.head_of(member);
@@ -275,11 +277,12 @@ impl Board {
     }
 
     /// Sleeps until the generation is another than `before`.
-    fn wait(&self, before: u32, head: &Head, until: Instant) -> Result<(), Failure> {
+    fn wait(&self, before: u32, head: &Head, wait: Wait) -> Result<(), Failure> {
         let shared = &self.shared;
         let word = shared.generation();
         let start = Instant::now();
         let mut spinning = !self.spin.is_zero();
+        let mut until = wait.until;
         loop {
             let now = word.load(Ordering::Acquire);
             if (now ^ before) & !FAILED != 0 {
@@ -297,6 +300,11 @@ impl Board {
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
+                // Who waits for ranks outside will name the one that is missing.
+                if until == wait.until && self.absent().any(|member| self.is_away(member)) {
+                    until += wait.grace * 2;
+                    continue;
+                }
                 let cause = Cause::stalled(start.elapsed());
                 return Err(self.failure(self.missing(), cause, head.reached));
             }
@@ -306,15 +314,33 @@ impl Board {
         }
     }
 
-    /// The first member that has not come to this round.
+    /// Members that have not come to this round.
+    fn absent(&self) -> impl Iterator<Item = usize> {
+        (0..self.members()).filter(|&member| {
+            let round = self.shared.words(self.slot(member), 1)[0].load(Ordering::Acquire);
+            round != self.round + 1
+        })
+    }
+
+    /// The first member that has not come to this round, one that waits for nobody else if there is one.
     fn missing(&self) -> usize {
-        (0..self.members())
-            .find(|&member| {
-                let round = self.shared.words(self.slot(member), 1)[0].load(Ordering::Acquire);
-                round != self.round + 1
-            })
+        self.absent()
+            .find(|&member| !self.is_away(member))
+            .or_else(|| self.absent().next())
             // All have come, but one was stopped on the last step: not to be told which.
             .unwrap_or(self.shared.member)
+    }
+
+    /// Says whether this member waits for ranks outside.
+    pub(crate) fn set_away(&self, is: bool) {
+        let shared = &self.shared;
+        let place = shared.layout.record(shared.member) + AWAY;
+        shared.words(place, 1)[0].store(is.into(), Ordering::Relaxed);
+    }
+
+    fn is_away(&self, member: usize) -> bool {
+        let place = self.shared.layout.record(member) + AWAY;
+        self.shared.words(place, 1)[0].load(Ordering::Relaxed) != 0
     }
 
     /// What ended the group, as it was recorded.
@@ -356,9 +382,9 @@ impl Board {
         head: &Head,
         values: &mut [u64],
         op_of: impl Fn(usize) -> Op,
-        until: Instant,
+        wait: Wait,
     ) -> Result<(), Failure> {
-        self.share(head, values, until)?;
+        self.share(head, values, wait)?;
         for member in 0..self.members() {
             let words = self.payload(member).iter();
             for (place, (value, word)) in values.iter_mut().zip(words).enumerate() {
@@ -378,9 +404,9 @@ impl Board {
         &mut self,
         head: &Head,
         values: &mut [u64],
-        until: Instant,
+        wait: Wait,
     ) -> Result<(), Failure> {
-        self.share(head, values, until)?;
+        self.share(head, values, wait)?;
         for (value, word) in values.iter_mut().zip(self.payload(0)) {
             *value = word.load(Ordering::Relaxed);
         }
@@ -389,13 +415,13 @@ impl Board {
     }
 
     /// Shows `values` to all members, who have as many.
-    fn share(&mut self, head: &Head, values: &[u64], until: Instant) -> Result<(), Failure> {
+    fn share(&mut self, head: &Head, values: &[u64], wait: Wait) -> Result<(), Failure> {
         let payload = self.payload(self.shared.member);
         for (word, value) in payload.iter().zip(values) {
             word.store(*value, Ordering::Relaxed);
         }
         let head = head.with_length(size_of_val(values));
-        self.meet(&head, until)?;
+        self.meet(&head, wait)?;
         for member in 0..self.members() {
             let got = self.head_of(member).map_or(0, |head| head.length);
             if got != head.length {
@@ -415,7 +441,7 @@ impl Board {
         pieces: u32,
         wanted: Range<u32>,
         limit: u64,
-        until: Instant,
+        wait: Wait,
         ends: &mut dyn Ends,
     ) -> Result<(), Failure> {
         let capacity = self.shared.layout.payload_bytes() as u64;
@@ -424,7 +450,7 @@ impl Board {
         while longest.is_none_or(|longest| done < longest) {
             let window = done..done + capacity;
             let total = self.fill(pieces, &window, ends);
-            self.meet(&head.with_length(total as usize), until)?;
+            self.meet(&head.with_length(total as usize), wait)?;
             if longest.is_none() {
                 longest = Some(self.longest(limit, head)?);
             }

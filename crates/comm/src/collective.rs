@@ -4,7 +4,7 @@ use crate::call::{At, Op, Route};
 use crate::error::{Cause, CommError};
 use crate::parts::Parts;
 use crate::topology::Topology;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Most values of one [`Collective::all_reduce`].
 pub const MAX_REDUCE: usize = 256;
@@ -33,8 +33,8 @@ pub trait Collective: Send {
     /// Where all ranks are.
     fn topology(&self) -> &Topology;
 
-    /// Sets how long a rank is waited for, from the next call on. Calls that go from node to node wait up to a second
-    /// longer there, so that the node of the missing rank can name it first.
+    /// Sets how long a rank is waited for, from the next call on. Who waits for somebody who waits in turn does so up
+    /// to three seconds longer, so that those who know best name the rank that is missing.
     fn set_patience(&mut self, patience: Duration);
 
     /// Replaces each of `values` by what `ops` make of it over all ranks. `ops` has one op for all values or one for
@@ -92,6 +92,14 @@ pub trait Collective: Send {
 
     /// What this rank gave so far.
     fn traffic(&self) -> Traffic;
+}
+
+/// How long a stage of a call waits.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wait {
+    pub(crate) until: Instant,
+    /// What is added where the one waited for may himself wait for another.
+    pub(crate) grace: Duration,
 }
 
 /// What a call offers to peers and where it wants what they offer. Asked by the ways that bytes take (shared memory,

@@ -1,12 +1,12 @@
 //! The collectives, over the ways that a group has: shared memory among the ranks of its domain, TCP to all others.
 //! Who exchanges with whom stands in `schedule`.
 //!
-//! In a call that goes through several stages, each stage waits a little longer than the one before, so that the rank
-//! that is missing is named by those who wait for it and not by those who wait for these.
+//! A rank that is missing is to be named by those who wait for it, and not those by others who wait for them. So who
+//! waits for somebody that may wait in turn does so a little longer.
 
 use crate::board::Board;
 use crate::call::{At, Call, Head, Misuse, Op, Reached, Route, Sequence, ops_code};
-use crate::collective::{Collective, Ends, MAX_REDUCE, Traffic};
+use crate::collective::{Collective, Ends, MAX_REDUCE, Traffic, Wait};
 use crate::ends::{GatherEnds, Out, ReduceEnds, ToAllEnds, padded};
 use crate::error::{Cause, CommError, Failure, misused};
 use crate::mesh::{Mesh, Stop};
@@ -18,6 +18,9 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use twinfer_protocol::Epoch;
+
+/// How much longer leaders wait for each other than ranks of a domain do.
+const LEADER_GRACES: u32 = 4;
 
 /// How a group waits and what memory it takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,6 +48,7 @@ impl Default for Options {
 pub struct Group {
     rank: u32,
     topology: Arc<Topology>,
+    shares: bool,
     /// Ranks that share this rank's board.
     domain: Range<u32>,
     sequence: Sequence,
@@ -142,6 +146,7 @@ impl Group {
             },
             peers,
             topology,
+            shares,
             domain,
             _watch: watch,
             board,
@@ -252,7 +257,7 @@ impl Group {
         };
         let bytes = size_of_val(values);
         if let Some(board) = &mut self.board {
-            board.reduce(&head, values, op_of, deadlines.stage(0))?;
+            board.reduce(&head, values, op_of, deadlines.wait(0))?;
             self.count_domain(bytes);
         }
         if self.peers.remote.is_empty() {
@@ -264,8 +269,11 @@ impl Group {
                 incoming: &mut self.incoming,
                 leaders: &self.peers.leaders,
             };
-            let until = deadlines.stage(1);
-            mesh.exchange(&head, 0, &self.peers.leaders, until, &mut ends)?;
+            // A leader that does not come may wait for a rank of its own domain, which that one will name.
+            let wait = deadlines.wait(if self.shares { LEADER_GRACES } else { 0 });
+            away(&self.board, true);
+            mesh.exchange(&head, 0, &self.peers.leaders, wait, &mut ends)?;
+            away(&self.board, false);
             for theirs in self
                 .incoming
                 .chunks_exact(MAX_REDUCE)
@@ -280,7 +288,7 @@ impl Group {
             }
         }
         if let Some(board) = &mut self.board {
-            board.broadcast(&head, values, deadlines.stage(2))?;
+            board.broadcast(&head, values, deadlines.wait(LEADER_GRACES))?;
             if self.domain.start == self.rank {
                 self.count_domain(bytes);
             }
@@ -315,12 +323,13 @@ impl Group {
         };
         if route == Route::Flat {
             if let Some(board) = &mut self.board {
-                board.stream(&head, 1, 0..1, limit, deadlines.stage(0), &mut ends)?;
+                board.stream(&head, 1, 0..1, limit, deadlines.wait(0), &mut ends)?;
                 self.count_domain(mine.len());
             }
             if let Some(mesh) = &mut self.mesh {
-                let until = deadlines.stage(1);
-                mesh.exchange(&head, 0, &self.peers.remote, until, &mut ends)?;
+                away(&self.board, true);
+                mesh.exchange(&head, 0, &self.peers.remote, deadlines.wait(0), &mut ends)?;
+                away(&self.board, false);
                 for place in 0..self.peers.remote.len() {
                     self.count(self.peers.remote[place], mine.len());
                 }
@@ -330,8 +339,9 @@ impl Group {
         let even = topology.is_even();
         self.check(reached, even, Misuse::UnevenNodes)?;
         if let (Some(mesh), false) = (&mut self.mesh, self.peers.column.is_empty()) {
-            let until = deadlines.stage(0);
-            mesh.exchange(&head, 0, &self.peers.column, until, &mut ends)?;
+            away(&self.board, true);
+            mesh.exchange(&head, 0, &self.peers.column, deadlines.wait(0), &mut ends)?;
+            away(&self.board, false);
             for place in 0..self.peers.column.len() {
                 self.count(self.peers.column[place], mine.len());
             }
@@ -342,19 +352,27 @@ impl Group {
         let head = head.with_detail(1);
         if let Some(board) = &mut self.board {
             let most = limit.saturating_mul(nodes.into());
-            board.stream(&head, nodes, 0..nodes, most, deadlines.stage(1), &mut ends)?;
+            board.stream(&head, nodes, 0..nodes, most, deadlines.wait(1), &mut ends)?;
             self.count_domain(column);
         } else if let (Some(mesh), false) = (&mut self.mesh, self.peers.mates.is_empty()) {
             for node in 0..nodes {
                 let head = head.with_detail(1 + node);
-                let until = deadlines.stage(1);
-                mesh.exchange(&head, node, &self.peers.mates, until, &mut ends)?;
+                // A mate that does not come may wait for one of its column.
+                let wait = deadlines.wait(2);
+                mesh.exchange(&head, node, &self.peers.mates, wait, &mut ends)?;
             }
             for place in 0..self.peers.mates.len() {
                 self.count(self.peers.mates[place], column);
             }
         }
         Ok(())
+    }
+}
+
+/// Lets the ranks of the domain know that this one waits, or no longer waits, for ranks outside.
+fn away(board: &Option<Board>, is: bool) {
+    if let Some(board) = board {
+        board.set_away(is);
     }
 }
 
@@ -454,12 +472,13 @@ impl Collective for Group {
                 let members = group.domain.len() as u32;
                 let mine = group.rank - group.domain.start;
                 let most = padded(limit).saturating_mul(members.into());
-                let until = deadlines.stage(0);
-                board.stream(&head, members, mine..mine + 1, most, until, &mut ends)?;
+                let wait = deadlines.wait(0);
+                board.stream(&head, members, mine..mine + 1, most, wait, &mut ends)?;
             }
             if let Some(mesh) = &mut group.mesh {
-                let until = deadlines.stage(1);
-                mesh.exchange(&head, 0, &group.peers.remote, until, &mut ends)?;
+                away(&group.board, true);
+                mesh.exchange(&head, 0, &group.peers.remote, deadlines.wait(0), &mut ends)?;
+                away(&group.board, false);
             }
             for (to, &count) in (0..).zip(counts) {
                 if to != group.rank {
@@ -496,8 +515,11 @@ impl Deadlines {
         }
     }
 
-    fn stage(self, stage: u32) -> Instant {
-        self.first + self.grace * stage
+    fn wait(self, graces: u32) -> Wait {
+        Wait {
+            until: self.first + self.grace * graces,
+            grace: self.grace,
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Connections to many ranks, and the exchange of one frame each way with some of them.
 
 use crate::call::{Head, Reached};
-use crate::collective::Ends;
+use crate::collective::{Ends, Wait};
 use crate::error::{Cause, Failure};
 use crate::link::{Link, Trouble};
 use parking_lot::Mutex;
@@ -88,7 +88,7 @@ impl Mesh {
         head: &Head,
         piece: u32,
         peers: &[u32],
-        until: Instant,
+        wait: Wait,
         ends: &mut dyn Ends,
     ) -> Result<(), Failure> {
         if let Some(failure) = self.stop.failure() {
@@ -104,16 +104,23 @@ impl Mesh {
             link.begin(rank, head, payload);
             link.push(payload);
         }
+        let mut until = wait.until;
         loop {
             if self.advance(head, piece, ends)? {
                 return Ok(());
             }
-            if !self.wait(until, head.reached)? {
-                let missing = self.links.iter().flatten().find(|link| !link.finished());
-                let rank = missing.map_or(self.rank, |link| link.rank);
-                let cause = Cause::stalled(started.elapsed());
-                return Err(self.failure(rank, cause, head.reached));
+            if self.wait(until, head.reached)? {
+                continue;
             }
+            let mut missing = self.links.iter().flatten().filter(|link| !link.finished());
+            let rank = missing.next().map_or(self.rank, |link| link.rank);
+            // Of several some may wait for the others: these know better who is missing.
+            if until == wait.until && missing.next().is_some() {
+                until += wait.grace;
+                continue;
+            }
+            let cause = Cause::stalled(started.elapsed());
+            return Err(self.failure(rank, cause, head.reached));
         }
     }
 
