@@ -116,8 +116,8 @@ proptest! {
         });
     }
 
-    /// One rank stops at any place of a script, by any way: every rank ends, at that call or the next, and each that
-    /// ends with an error names that rank.
+    /// One rank stops at any place of a script, by any way: every rank ends, at most one call from there, and each
+    /// that ends with an error names that rank.
     #[test]
     fn a_rank_that_ends_anywhere_is_named_by_all(
         script in script(),
@@ -155,7 +155,8 @@ proptest! {
         for (rank, outcome) in errors.iter().enumerate() {
             match outcome {
                 Some((turn, error)) => {
-                    prop_assert!((place..=place + 1).contains(turn), "{turn} {error}");
+                    let near = place.saturating_sub(1)..=place + 1;
+                    prop_assert!(near.contains(turn), "{turn} {error}");
                     // Who is out of step with all others finds them to be.
                     let alone = way == 2 && (rank as u32 == who || error.failure().reporter == who);
                     // With two ranks nobody can tell who is out of step, and with more a node may ask the wrong one.
@@ -186,7 +187,9 @@ fn a_rank_that_does_not_come_is_named_with_the_last_call_it_reached() {
                 for _ in 1..group.topology().world() {
                     receiver.lock().recv().unwrap();
                 }
-                return group.barrier(At::new(EPOCH, 5, 50)).unwrap_err();
+                // Over TCP the others' part of the call it missed is there: the next one fails.
+                let mut again = |step| group.barrier(At::new(EPOCH, step, 50)).err();
+                return (5..8).find_map(&mut again).unwrap();
             }
             let error = group.barrier(At::new(EPOCH, 5, 50)).unwrap_err();
             sender.send(()).unwrap();
