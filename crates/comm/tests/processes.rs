@@ -260,7 +260,7 @@ fn a_killed_rank_is_named_at_once_by_all() {
 fn a_stopped_rank_is_named_when_its_time_is_over() {
     for ((counts, shares), port) in wirings().into_iter().zip(24_040..) {
         let orders = Orders {
-            patience_ms: 1500,
+            patience_ms: 3000,
             ..Orders::new(&counts, shares, port)
         };
         let ranks = start(&orders);
@@ -324,7 +324,7 @@ impl Proxy {
 fn a_cut_connection_ends_the_group_on_both_sides() {
     for (silent, base) in [(false, 24_080), (true, 24_090)] {
         let orders = Orders {
-            patience_ms: 1500,
+            patience_ms: 3000,
             ..Orders::new(&[1, 1], true, base)
         };
         // Rank 1 dials rank 0, through the proxy.
