@@ -55,14 +55,44 @@ fn measure(arguments: &[String]) -> Result<(), Failure> {
     let all = ranks.to_string();
     println!("{ranks} processes, {calls} calls of {VALUES} values each; microseconds");
     println!("{:<44} {:>8} {:>8}", "", "p50", "p99");
-    row("bare futex barrier (floor)", &["barrier", &all], ranks, calls, port)?;
-    row("all-reduce, shared memory", &["group", &all, "true"], ranks, calls, port + 1)?;
-    row("all-reduce, TCP on loopback", &["group", &all, "false"], ranks, calls, port + 2)?;
+    row(
+        "bare futex barrier (floor)",
+        &["barrier", &all],
+        ranks,
+        calls,
+        port,
+    )?;
+    row(
+        "all-reduce, shared memory",
+        &["group", &all, "true"],
+        ranks,
+        calls,
+        port + 1,
+    )?;
+    row(
+        "all-reduce, TCP on loopback",
+        &["group", &all, "false"],
+        ranks,
+        calls,
+        port + 2,
+    )?;
     if ranks >= 2 {
         let ranks = half * 2;
-        row("all-reduce, 2 nodes: shared memory and TCP", &["group", &nodes, "true"], ranks, calls, port + 3)?;
+        row(
+            "all-reduce, 2 nodes: shared memory and TCP",
+            &["group", &nodes, "true"],
+            ranks,
+            calls,
+            port + 3,
+        )?;
     }
-    row("bare futex barrier (floor), again", &["barrier", &all], ranks, calls, port)
+    row(
+        "bare futex barrier (floor), again",
+        &["barrier", &all],
+        ranks,
+        calls,
+        port,
+    )
 }
 
 /// Runs one way on all processes and prints what the first measured.
@@ -108,7 +138,18 @@ fn row(name: &str, way: &[&str], ranks: u32, calls: u32, port: u32) -> Result<()
 
 /// One process.
 fn rank(arguments: &[String]) -> Result<(), Failure> {
-    let [parent, file, rank, ranks, calls, port, way, counts, shares @ ..] = arguments else {
+    let [
+        parent,
+        file,
+        rank,
+        ranks,
+        calls,
+        port,
+        way,
+        counts,
+        shares @ ..,
+    ] = arguments
+    else {
         return Err("too few arguments".into());
     };
     set_parent_death_signal(parent.parse()?)?;
@@ -161,7 +202,11 @@ fn rank(arguments: &[String]) -> Result<(), Failure> {
         for step in 0..calls + warm_up {
             let mut values = [u64::from(rank); VALUES];
             let start = Instant::now();
-            group.all_reduce(At::new(EPOCH, 1 + u64::from(step), 0), &[Op::Max], &mut values)?;
+            group.all_reduce(
+                At::new(EPOCH, 1 + u64::from(step), 0),
+                &[Op::Max],
+                &mut values,
+            )?;
             timed(step, start);
             if values != [u64::from(ranks) - 1; VALUES] {
                 return Err(format!("wrong values: {values:?}").into());
@@ -171,7 +216,9 @@ fn rank(arguments: &[String]) -> Result<(), Failure> {
     times.sort_unstable();
     let at = |share: f64| {
         let place = ((times.len() as f64 * share) as usize).min(times.len().saturating_sub(1));
-        times.get(place).map_or(0.0, |time| time.as_secs_f64() * 1e6)
+        times
+            .get(place)
+            .map_or(0.0, |time| time.as_secs_f64() * 1e6)
     };
     writeln!(std::io::stdout(), "{:.1} {:.1}", at(0.5), at(0.99))?;
     Ok(())

@@ -36,6 +36,8 @@ const FIRST_FAILURE: usize = 0;
 const PREFIX: usize = LINE;
 /// Place in a record, behind the failure, of the word that says that a member waits for ranks outside.
 const AWAY: usize = FAILURE_WORDS;
+/// How much longer somebody who waits for ranks outside is waited for: longer than he waits.
+const AWAY_GRACES: u32 = 6;
 /// Words of a record.
 const RECORD: usize = (AWAY + 1).next_multiple_of(LINE);
 /// Words of a slot before its table: round, head.
@@ -229,9 +231,7 @@ impl Board {
 
     /// Slot of `member` in the round that is being filled or, after the meeting, read.
     fn slot(&self, member: usize) -> usize {
-        self.shared
-            .layout
-            .slot(member, (self.round % 2) as usize)
+        self.shared.layout.slot(member, (self.round % 2) as usize)
     }
 
     fn failure(&self, member: usize, cause: Cause, during: Reached) -> Failure {
@@ -302,7 +302,7 @@ impl Board {
             if left.is_zero() {
                 // Who waits for ranks outside will name the one that is missing.
                 if until == wait.until && self.absent().any(|member| self.is_away(member)) {
-                    until += wait.grace * 2;
+                    until += wait.grace * AWAY_GRACES;
                     continue;
                 }
                 let cause = Cause::stalled(start.elapsed());
@@ -345,9 +345,9 @@ impl Board {
 
     /// What ended the group, as it was recorded.
     fn failed(&self, head: &Head) -> Failure {
-        self.shared.failure().unwrap_or_else(|| {
-            self.failure(self.shared.member, Cause::Damaged, head.reached)
-        })
+        self.shared
+            .failure()
+            .unwrap_or_else(|| self.failure(self.shared.member, Cause::Damaged, head.reached))
     }
 
     /// To the other slots.
@@ -535,10 +535,7 @@ impl Board {
 
 /// The bytes of a piece, `length` from `start`, that lie in `window`; none if there are none.
 fn overlap(start: u64, length: u64, window: &Range<u64>) -> Option<(u64, u64)> {
-    let (from, to) = (
-        start.max(window.start),
-        (start + length).min(window.end),
-    );
+    let (from, to) = (start.max(window.start), (start + length).min(window.end));
     (from < to).then_some((from, to))
 }
 

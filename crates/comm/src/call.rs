@@ -347,17 +347,19 @@ mod tests {
     #[test]
     fn a_foreign_epoch_and_an_earlier_step_are_refused() {
         let mut calls = Sequence::new(Epoch(7));
-        let mut begin = |epoch, step| {
-            calls
-                .begin(At::new(Epoch(epoch), step, 0), Call::Barrier)
-                .1
-        };
+        let mut begin = |epoch, step| calls.begin(At::new(Epoch(epoch), step, 0), Call::Barrier).1;
         assert_eq!(begin(7, 5), Ok(()));
         assert_eq!(begin(8, 6), Err(Misuse::Epoch));
         assert_eq!(begin(7, 5), Err(Misuse::StepBack));
         let mut calls = Sequence::new(Epoch(7));
-        assert_eq!(calls.begin(At::new(Epoch(7), 5, 9), Call::Barrier).1, Ok(()));
-        assert_eq!(calls.begin(At::new(Epoch(7), 5, 0), Call::AllToAll).1, Ok(()));
+        assert_eq!(
+            calls.begin(At::new(Epoch(7), 5, 9), Call::Barrier).1,
+            Ok(())
+        );
+        assert_eq!(
+            calls.begin(At::new(Epoch(7), 5, 0), Call::AllToAll).1,
+            Ok(())
+        );
     }
 
     #[test]

@@ -118,11 +118,7 @@ pub(crate) fn read_full(
     Ok(())
 }
 
-fn write_full(
-    stream: &mut impl Socket,
-    bytes: &[u8],
-    until: Instant,
-) -> Result<(), ChannelError> {
+fn write_full(stream: &mut impl Socket, bytes: &[u8], until: Instant) -> Result<(), ChannelError> {
     let mut sent = 0;
     while sent < bytes.len() {
         stream.bound_waits(left(until)?)?;
@@ -148,8 +144,8 @@ impl Direction {
 
     /// Bytes of the next message.
     pub(crate) fn encode<T: Serialize>(&mut self, message: &T) -> Result<Vec<u8>, ChannelError> {
-        let mut frame: Vec<u8> = postcard::to_extend(message, vec![0_u8; 4])
-            .map_err(|_| ChannelError::Message)?;
+        let mut frame: Vec<u8> =
+            postcard::to_extend(message, vec![0_u8; 4]).map_err(|_| ChannelError::Message)?;
         let length = u32::try_from(frame.len() - 4).unwrap_or(u32::MAX);
         body_length(length.to_le_bytes(), MESSAGE_CAP)?;
         frame[..4].copy_from_slice(&length.to_le_bytes());
@@ -319,10 +315,7 @@ mod tests {
                 left.send(&(count, "there"), soon()).unwrap();
                 assert_eq!(right.receive::<(u64, String)>(soon()).unwrap().0, count);
                 right.send(&vec![count; 1000], soon()).unwrap();
-                assert_eq!(
-                    left.receive::<Vec<u64>>(soon()).unwrap(),
-                    vec![count; 1000]
-                );
+                assert_eq!(left.receive::<Vec<u64>>(soon()).unwrap(), vec![count; 1000]);
             }
         }
     }

@@ -76,12 +76,7 @@ impl Out<'_> {
     }
 }
 
-fn part_room(
-    parts: &mut Parts,
-    rank: u32,
-    length: u64,
-    limit: usize,
-) -> Result<&mut [u8], Cause> {
+fn part_room(parts: &mut Parts, rank: u32, length: u64, limit: usize) -> Result<&mut [u8], Cause> {
     let length = usize::try_from(length)
         .ok()
         .filter(|&length| length <= limit)

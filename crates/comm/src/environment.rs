@@ -8,11 +8,20 @@ use crate::topology::Topology;
 
 /// Name of a variable and what it means here.
 const MEANINGS: [(&str, &str); 5] = [
-    ("RANK", "number of this rank among all ranks of the instance"),
+    (
+        "RANK",
+        "number of this rank among all ranks of the instance",
+    ),
     ("WORLD_SIZE", "number of all ranks of the instance"),
     ("LOCAL_RANK", "number of this rank among those of its node"),
-    ("MASTER_ADDR", "address of the node of rank 0 on the network that ranks use"),
-    ("MASTER_PORT", "port where rank 0 of the instance listens for the others"),
+    (
+        "MASTER_ADDR",
+        "address of the node of rank 0 on the network that ranks use",
+    ),
+    (
+        "MASTER_PORT",
+        "port where rank 0 of the instance listens for the others",
+    ),
 ];
 
 /// One rank's place, as the five variables tell it.
@@ -52,7 +61,9 @@ pub enum EnvironmentError {
         others: String,
     },
     /// It was inherited and says something else than the plan.
-    #[error("{name} is inherited with the value {inherited} ({inherited_meaning}), but by the plan it is {planned} ({meaning}); unset it or correct the plan")]
+    #[error(
+        "{name} is inherited with the value {inherited} ({inherited_meaning}), but by the plan it is {planned} ({meaning}); unset it or correct the plan"
+    )]
     Disagrees {
         /// Of the variable.
         name: &'static str,
@@ -193,9 +204,7 @@ impl Placement {
         let on_node = topology.ranks_of(node).len() as u32;
         let guess = match (name, number) {
             ("WORLD_SIZE", Some(number)) if number == topology.nodes() => "the number of nodes",
-            ("WORLD_SIZE", Some(number)) if number == on_node => {
-                "the number of ranks of this node"
-            }
+            ("WORLD_SIZE", Some(number)) if number == on_node => "the number of ranks of this node",
             ("RANK", Some(number)) if number == node => "the number of this node",
             ("RANK", Some(number)) if number == self.local_rank => {
                 "the number of this rank on its node"
@@ -280,7 +289,10 @@ mod tests {
             ),
             (
                 &[("MASTER_ADDR", "10.0.0.2")],
-                &["10.0.0.2 (the rendezvous of another", "10.0.0.1 (address of the node"],
+                &[
+                    "10.0.0.2 (the rendezvous of another",
+                    "10.0.0.1 (address of the node",
+                ],
             ),
         ];
         for (pairs, parts) in cases {
@@ -323,6 +335,9 @@ mod tests {
         }
         let error = Placement::from_environment(environment(&good[..2])).unwrap_err();
         let text = error.to_string();
-        assert!(text.contains("is not set, but RANK, WORLD_SIZE are"), "{text}");
+        assert!(
+            text.contains("is not set, but RANK, WORLD_SIZE are"),
+            "{text}"
+        );
     }
 }

@@ -278,10 +278,9 @@ mod tests {
     }
 
     fn any_failure() -> impl Strategy<Value = Failure> {
-        let cause = (1_u64..=10, 0_u64..5, any::<u64>())
-            .prop_map(|(code, a, b)| {
-                Cause::of_words([code, a, if matches!(code, 5 | 6) { b } else { 0 }]).unwrap()
-            });
+        let cause = (1_u64..=10, 0_u64..5, any::<u64>()).prop_map(|(code, a, b)| {
+            Cause::of_words([code, a, if matches!(code, 5 | 6) { b } else { 0 }]).unwrap()
+        });
         let call = prop::option::of((any::<u64>(), any::<u64>()).prop_map(|(s, t)| reached(s, t)));
         (any::<u32>(), cause, any::<u32>(), call.clone(), call).prop_map(
             |(rank, cause, reporter, during, last)| Failure {

@@ -39,7 +39,10 @@ pub(crate) fn listen() -> Result<(UnixListener, String), StartError> {
         source,
     };
     let nonce = nonce().map_err(|error| io(io::Error::other(error)))?;
-    let digits: String = nonce[..16].iter().map(|byte| format!("{byte:02x}")).collect();
+    let digits: String = nonce[..16]
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect();
     let name = format!("twinfer-comm-{digits}");
     let address = SocketAddr::from_abstract_name(&name).map_err(io)?;
     Ok((UnixListener::bind_addr(&address).map_err(io)?, name))
@@ -60,7 +63,8 @@ pub(crate) fn lead(
     };
     let shared = Shared::create(layout, 0, ranks.start).map_err(io)?;
     let own = PidFd::own().map_err(io)?;
-    let mut members: Vec<Option<(UnixStream, PidFd)>> = ranks.clone().skip(1).map(|_| None).collect();
+    let mut members: Vec<Option<(UnixStream, PidFd)>> =
+        ranks.clone().skip(1).map(|_| None).collect();
     while let Some(missing) = members.iter().position(Option::is_none) {
         let rank = ranks.start + 1 + missing as u32;
         if !readable(listener, until).map_err(io)? {

@@ -19,9 +19,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use twinfer_protocol::Epoch;
 
-/// How much longer leaders wait for each other than ranks of a domain do.
-const LEADER_GRACES: u32 = 4;
-
 /// How a group waits and what memory it takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Options {
@@ -48,7 +45,8 @@ impl Default for Options {
 pub struct Group {
     rank: u32,
     topology: Arc<Topology>,
-    shares: bool,
+    /// Some ranks share memory and are connected to others over TCP.
+    domains: bool,
     /// Ranks that share this rank's board.
     domain: Range<u32>,
     sequence: Sequence,
@@ -131,6 +129,7 @@ impl Group {
         } = wiring;
         let domain = domain(&topology, rank, shares);
         let peers = Peers::new(&topology, rank, shares);
+        let domains = shares && topology.nodes() > 1 && topology.world() > topology.nodes();
         Self {
             rank,
             sequence: Sequence::new(epoch),
@@ -146,7 +145,7 @@ impl Group {
             },
             peers,
             topology,
-            shares,
+            domains,
             domain,
             _watch: watch,
             board,
@@ -180,7 +179,7 @@ impl Group {
             return Err(error.clone());
         }
         let (reached, outcome) = self.sequence.begin(at, call);
-        let deadlines = Deadlines::new(self.patience);
+        let deadlines = Deadlines::new(self.patience, self.domains);
         let outcome = match (self.stopper.stop.failure(), outcome) {
             (Some(failure), _) => Err(failure),
             (None, Err(misuse)) => Err(misused(self.rank, reached, misuse)),
@@ -257,7 +256,7 @@ impl Group {
         };
         let bytes = size_of_val(values);
         if let Some(board) = &mut self.board {
-            board.reduce(&head, values, op_of, deadlines.wait(0))?;
+            board.reduce(&head, values, op_of, deadlines.board())?;
             self.count_domain(bytes);
         }
         if self.peers.remote.is_empty() {
@@ -269,8 +268,7 @@ impl Group {
                 incoming: &mut self.incoming,
                 leaders: &self.peers.leaders,
             };
-            // A leader that does not come may wait for a rank of its own domain, which that one will name.
-            let wait = deadlines.wait(if self.shares { LEADER_GRACES } else { 0 });
+            let wait = deadlines.leaders();
             away(&self.board, true);
             mesh.exchange(&head, 0, &self.peers.leaders, wait, &mut ends)?;
             away(&self.board, false);
@@ -288,7 +286,7 @@ impl Group {
             }
         }
         if let Some(board) = &mut self.board {
-            board.broadcast(&head, values, deadlines.wait(LEADER_GRACES))?;
+            board.broadcast(&head, values, deadlines.board())?;
             if self.domain.start == self.rank {
                 self.count_domain(bytes);
             }
@@ -323,12 +321,12 @@ impl Group {
         };
         if route == Route::Flat {
             if let Some(board) = &mut self.board {
-                board.stream(&head, 1, 0..1, limit, deadlines.wait(0), &mut ends)?;
+                board.stream(&head, 1, 0..1, limit, deadlines.board(), &mut ends)?;
                 self.count_domain(mine.len());
             }
             if let Some(mesh) = &mut self.mesh {
                 away(&self.board, true);
-                mesh.exchange(&head, 0, &self.peers.remote, deadlines.wait(0), &mut ends)?;
+                mesh.exchange(&head, 0, &self.peers.remote, deadlines.mesh(), &mut ends)?;
                 away(&self.board, false);
                 for place in 0..self.peers.remote.len() {
                     self.count(self.peers.remote[place], mine.len());
@@ -340,7 +338,7 @@ impl Group {
         self.check(reached, even, Misuse::UnevenNodes)?;
         if let (Some(mesh), false) = (&mut self.mesh, self.peers.column.is_empty()) {
             away(&self.board, true);
-            mesh.exchange(&head, 0, &self.peers.column, deadlines.wait(0), &mut ends)?;
+            mesh.exchange(&head, 0, &self.peers.column, deadlines.mesh(), &mut ends)?;
             away(&self.board, false);
             for place in 0..self.peers.column.len() {
                 self.count(self.peers.column[place], mine.len());
@@ -352,7 +350,7 @@ impl Group {
         let head = head.with_detail(1);
         if let Some(board) = &mut self.board {
             let most = limit.saturating_mul(nodes.into());
-            board.stream(&head, nodes, 0..nodes, most, deadlines.wait(1), &mut ends)?;
+            board.stream(&head, nodes, 0..nodes, most, deadlines.board(), &mut ends)?;
             self.count_domain(column);
         } else if let (Some(mesh), false) = (&mut self.mesh, self.peers.mates.is_empty()) {
             for node in 0..nodes {
@@ -472,12 +470,12 @@ impl Collective for Group {
                 let members = group.domain.len() as u32;
                 let mine = group.rank - group.domain.start;
                 let most = padded(limit).saturating_mul(members.into());
-                let wait = deadlines.wait(0);
+                let wait = deadlines.board();
                 board.stream(&head, members, mine..mine + 1, most, wait, &mut ends)?;
             }
             if let Some(mesh) = &mut group.mesh {
                 away(&group.board, true);
-                mesh.exchange(&head, 0, &group.peers.remote, deadlines.wait(0), &mut ends)?;
+                mesh.exchange(&head, 0, &group.peers.remote, deadlines.mesh(), &mut ends)?;
                 away(&group.board, false);
             }
             for (to, &count) in (0..).zip(counts) {
@@ -500,18 +498,25 @@ impl Collective for Group {
     }
 }
 
-/// Until when the stages of a call wait.
+/// Until when the stages of a call wait. Grows with what the ranks waited for may wait for themselves:
+///
+/// - on a board, for a rank of the domain: not longer, unless that rank says that it waits for ranks outside;
+/// - for a rank of another domain: until it has named a rank of its own domain;
+/// - for the leader of another domain: until its ranks have named a rank of a third domain.
 #[derive(Clone, Copy)]
 struct Deadlines {
     first: Instant,
     grace: Duration,
+    /// Some ranks outside share memory with others.
+    domains: bool,
 }
 
 impl Deadlines {
-    fn new(patience: Duration) -> Self {
+    fn new(patience: Duration, domains: bool) -> Self {
         Self {
             first: Instant::now() + patience,
             grace: (patience / 8).clamp(Duration::from_millis(50), Duration::from_millis(500)),
+            domains,
         }
     }
 
@@ -520,6 +525,18 @@ impl Deadlines {
             until: self.first + self.grace * graces,
             grace: self.grace,
         }
+    }
+
+    fn board(self) -> Wait {
+        self.wait(0)
+    }
+
+    fn mesh(self) -> Wait {
+        self.wait(if self.domains { 2 } else { 0 })
+    }
+
+    fn leaders(self) -> Wait {
+        self.wait(if self.domains { 4 } else { 0 })
     }
 }
 

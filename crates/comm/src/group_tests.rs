@@ -53,7 +53,8 @@ fn every_collective_brings_the_right_bytes_over_every_wiring() {
 /// One call of a script, made from numbers that all ranks have.
 fn step(group: &mut Group, at: At, kind: u32, seed: u32) -> Result<(), CommError> {
     let (rank, world) = (group.rank(), group.topology().world());
-    let size = |a: u32, b: u32| ((seed ^ a.wrapping_mul(977) ^ b.wrapping_mul(131)) % 9000) as usize;
+    let size =
+        |a: u32, b: u32| ((seed ^ a.wrapping_mul(977) ^ b.wrapping_mul(131)) % 9000) as usize;
     let fill = |a: u32, b: u32, length: usize| vec![(a * 7 + b * 3 + seed) as u8; length];
     let even = group.topology().is_even();
     let route = match even && seed.is_multiple_of(2) {
@@ -317,7 +318,10 @@ fn gathered(counts: &[u32], shares: bool, route: Route, bytes: usize) -> (u64, u
         group.traffic()
     });
     let sum = |of: fn(&Traffic) -> u64| traffic.iter().map(of).sum();
-    (sum(|traffic| traffic.inter_node), sum(|traffic| traffic.intra_node))
+    (
+        sum(|traffic| traffic.inter_node),
+        sum(|traffic| traffic.intra_node),
+    )
 }
 
 #[test]

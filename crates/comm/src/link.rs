@@ -258,11 +258,7 @@ impl Link {
     }
 
     /// Bytes of a read that asked for `wanted`, and whether there may be more.
-    fn took(
-        &mut self,
-        outcome: std::io::Result<usize>,
-        wanted: usize,
-    ) -> Result<usize, Trouble> {
+    fn took(&mut self, outcome: std::io::Result<usize>, wanted: usize) -> Result<usize, Trouble> {
         match outcome {
             Ok(0) => Err(Cause::Died.into()),
             Ok(length) => {

@@ -72,11 +72,7 @@ pub fn loopback(
 }
 
 /// A board for each rank that shares one.
-fn boards(
-    topology: &Topology,
-    shares: bool,
-    options: Options,
-) -> io::Result<Vec<Option<Board>>> {
+fn boards(topology: &Topology, shares: bool, options: Options) -> io::Result<Vec<Option<Board>>> {
     let mut boards = Vec::new();
     for node in 0..topology.nodes() {
         let ranks = topology.ranks_of(node);

@@ -57,7 +57,12 @@ impl Stop {
 
 impl Mesh {
     /// `links` to other ranks of a group of `world`.
-    pub(crate) fn new(rank: u32, world: u32, links: Vec<Link>, stop: Arc<Stop>) -> io::Result<Self> {
+    pub(crate) fn new(
+        rank: u32,
+        world: u32,
+        links: Vec<Link>,
+        stop: Arc<Stop>,
+    ) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let mut places: Vec<Option<Box<Link>>> = (0..world).map(|_| None).collect();
         let edges = epoll::EventFlags::IN

@@ -78,7 +78,9 @@ mod tests {
         sends: impl Fn(&Message, &[Items]) -> Items,
         choices: &[prop::sample::Index],
     ) -> (Vec<Items>, usize) {
-        let mut have: Vec<Items> = (0..topology.world()).map(|rank| Items::from([rank])).collect();
+        let mut have: Vec<Items> = (0..topology.world())
+            .map(|rank| Items::from([rank]))
+            .collect();
         let mut left: Vec<usize> = (0..messages.len()).collect();
         let (mut between, mut turn) = (0, 0);
         while !left.is_empty() {
@@ -90,7 +92,10 @@ mod tests {
                     })
                 })
                 .collect();
-            assert!(!ready.is_empty(), "a circle of messages that wait for each other");
+            assert!(
+                !ready.is_empty(),
+                "a circle of messages that wait for each other"
+            );
             let place = ready[choices[turn % choices.len()].index(ready.len())];
             turn += 1;
             let message = &messages[left.swap_remove(place)];

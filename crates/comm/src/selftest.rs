@@ -58,7 +58,10 @@ pub fn start_up_test(group: &mut dyn Collective, epoch: Epoch) -> Result<(), Sel
 
 /// A byte that stands at `place` of what `from` sends to `to`.
 fn byte(from: u32, to: u32, place: usize) -> u8 {
-    (from.wrapping_mul(31) ^ to.wrapping_mul(17) ^ (place as u32).wrapping_mul(7) ^ (place as u32 >> 8)) as u8
+    (from.wrapping_mul(31)
+        ^ to.wrapping_mul(17)
+        ^ (place as u32).wrapping_mul(7)
+        ^ (place as u32 >> 8)) as u8
 }
 
 fn bytes(from: u32, to: u32, length: usize) -> Vec<u8> {
@@ -71,10 +74,7 @@ fn are(part: &[u8], from: u32, to: u32, length: usize) -> bool {
 }
 
 /// The first collective with a wrong value, and whose part it is in.
-fn run(
-    group: &mut dyn Collective,
-    epoch: Epoch,
-) -> Result<Option<(&'static str, u32)>, CommError> {
+fn run(group: &mut dyn Collective, epoch: Epoch) -> Result<Option<(&'static str, u32)>, CommError> {
     let (rank, world) = (group.rank(), group.topology().world());
     let routes: &[Route] = match group.topology().is_even() {
         true => &[Route::Flat, Route::TwoStage],

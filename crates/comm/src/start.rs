@@ -78,13 +78,17 @@ pub enum StartError {
         reason: String,
     },
     /// An address that others can reach, and no key.
-    #[error("address {address} is not on loopback, and there is no peer key; set one or use loopback")]
+    #[error(
+        "address {address} is not on loopback, and there is no peer key; set one or use loopback"
+    )]
     NeedsKey {
         /// The address.
         address: IpAddr,
     },
     /// An address for others to dial that nobody can dial.
-    #[error("address {address} is a wildcard, which other nodes can't dial; name the address of the network that ranks use")]
+    #[error(
+        "address {address} is a wildcard, which other nodes can't dial; name the address of the network that ranks use"
+    )]
     Wildcard {
         /// The address.
         address: IpAddr,
@@ -179,7 +183,11 @@ pub fn join(plan: &JoinPlan) -> Result<Joined, StartError> {
         false => None,
     };
     let ranks = meet(plan, info)?;
-    let layout = Layout::new(domain.len() as u32, topology.nodes(), plan.options.slot_bytes);
+    let layout = Layout::new(
+        domain.len() as u32,
+        topology.nodes(),
+        plan.options.slot_bytes,
+    );
     let (key, epoch) = (plan.key.as_ref(), plan.identity.epoch);
     let exchanged = match (domain.len() > 1, &exchange) {
         (false, _) => None,

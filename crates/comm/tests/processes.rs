@@ -444,18 +444,26 @@ fn a_port_where_something_else_answers_is_named() {
         let mut hello = [0; 8];
         stream.read_exact(&mut hello).unwrap();
         stream
-            .write_all(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+            .write_all(
+                b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n",
+            )
             .unwrap();
         listener
     });
     let orders = Orders::new(&[2], true, 24_121);
     let line = Rank::start(&orders.of(1)).line();
     assert!(line.contains("127.0.0.1:24121"), "{line}");
-    assert!(line.contains("does not speak the protocol of ranks"), "{line}");
+    assert!(
+        line.contains("does not speak the protocol of ranks"),
+        "{line}"
+    );
     // And the first rank can't listen where somebody does.
     let _listener = answering.join().unwrap();
     let line = Rank::start(&orders.of(0)).line();
-    assert!(line.contains("cannot listen on 127.0.0.1:24121 for the rendezvous"), "{line}");
+    assert!(
+        line.contains("cannot listen on 127.0.0.1:24121 for the rendezvous"),
+        "{line}"
+    );
 }
 
 #[test]
@@ -475,7 +483,9 @@ fn nothing_is_left_of_a_group_in_the_file_system() {
     drop(ranks);
     let left: Vec<_> = names()
         .into_keys()
-        .filter(|name| !before.contains_key(name) && name.to_string_lossy().contains("twinfer-comm"))
+        .filter(|name| {
+            !before.contains_key(name) && name.to_string_lossy().contains("twinfer-comm")
+        })
         .collect();
     assert!(left.is_empty(), "{left:?}");
 }

@@ -41,10 +41,7 @@ pub fn send_descriptors(
             ),
         ));
     }
-    let mut space = vec![
-        MaybeUninit::uninit();
-        rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))
-    ];
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !descriptors.is_empty() && !control.push(SendAncillaryMessage::ScmRights(descriptors)) {
         return Err(io::Error::other("no room for the descriptors"));
@@ -75,10 +72,7 @@ pub fn receive_descriptors(
     socket: &UnixStream,
     buffer: &mut [u8],
 ) -> io::Result<(usize, Vec<OwnedFd>)> {
-    let mut space = vec![
-        MaybeUninit::uninit();
-        rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))
-    ];
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let message = loop {
         match recvmsg(

@@ -155,9 +155,9 @@ pub fn futex_wait(word: &AtomicU32, expected: u32, timeout: Duration) -> io::Res
     };
     match futex::wait(word, futex::Flags::empty(), expected, Some(&timeout)) {
         Ok(())
-        | Err(
-            rustix::io::Errno::AGAIN | rustix::io::Errno::INTR | rustix::io::Errno::TIMEDOUT,
-        ) => Ok(()),
+        | Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR | rustix::io::Errno::TIMEDOUT) => {
+            Ok(())
+        }
         Err(error) => Err(error.into()),
     }
 }

@@ -55,15 +55,14 @@ struct Coming {
 enum State {
     Hello(Hello),
     Proof(Transcript),
-    First { sent: Direction, received: Direction },
+    First {
+        sent: Direction,
+        received: Direction,
+    },
 }
 
 impl Acceptor {
-    pub(crate) fn new(
-        listener: TcpListener,
-        key: Option<PeerKey>,
-        world: u32,
-    ) -> io::Result<Self> {
+    pub(crate) fn new(listener: TcpListener, key: Option<PeerKey>, world: u32) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         Ok(Self {
             listener,

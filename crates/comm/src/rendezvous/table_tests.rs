@@ -50,7 +50,10 @@ fn all_ranks_in_any_order_make_a_group() {
     assert_eq!(table.join(join(2, 2)), Verdict::Complete);
     let ranks = table.ranks().unwrap();
     assert!(ranks.iter().map(|info| info.rank).eq(0..5));
-    assert_eq!((ranks[3].node, ranks[3].local_rank, ranks[3].pid), (1, 1, 3));
+    assert_eq!(
+        (ranks[3].node, ranks[3].local_rank, ranks[3].pid),
+        (1, 1, 3)
+    );
 }
 
 #[test]
@@ -64,12 +67,18 @@ fn strangers_are_turned_away_and_the_group_waits_on() {
             panic!("a stranger was taken");
         };
         let text = refusal.to_string();
-        assert!(text.contains("instance deep (epoch 0000000000000007)"), "{text}");
+        assert!(
+            text.contains("instance deep (epoch 0000000000000007)"),
+            "{text}"
+        );
     }
     assert_eq!(table.join(join(1, 1)), Verdict::Wait);
     let missing = table.missing(30).to_string();
     assert!(missing.contains("within 30 s: [2, 3, 4]"), "{missing}");
-    assert!(missing.contains("turned away") && missing.contains("other"), "{missing}");
+    assert!(
+        missing.contains("turned away") && missing.contains("other"),
+        "{missing}"
+    );
 }
 
 #[test]
@@ -81,7 +90,10 @@ fn what_does_not_fit_is_named_with_both_values() {
         ),
         (
             changed(1, |join| join.counts = vec![2, 2]),
-            &["5 ranks ([2, 3] per node)", "rank 1 expects 4 ([2, 2] per node)"],
+            &[
+                "5 ranks ([2, 3] per node)",
+                "rank 1 expects 4 ([2, 2] per node)",
+            ],
         ),
         (
             changed(1, |join| {
