@@ -49,7 +49,7 @@ fn measure(arguments: &[String]) -> Result<(), Failure> {
             None => Ok(default),
         }
     };
-    let (ranks, calls, port) = (number(0, 4)?, number(1, 10_000)?, number(2, 24_150)?);
+    let (ranks, calls, port) = (number(0, 4)?, number(1, 10_000)?, number(2, 21_350)?);
     let half = (ranks / 2).max(1);
     let nodes = format!("{half},{half}");
     let all = ranks.to_string();

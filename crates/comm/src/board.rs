@@ -34,7 +34,8 @@ const TURN: u32 = 2;
 const FIRST_FAILURE: usize = 0;
 /// Words before the records.
 const PREFIX: usize = LINE;
-/// Place in a record, behind the failure, of the word that says that a member waits for ranks outside.
+/// Place in a record, behind the failure, of the word that says that a member waits for ranks outside: odd while it
+/// does, and ever larger, so that one that was stopped in that wait is told from one that still waits.
 const AWAY: usize = FAILURE_WORDS;
 /// How much longer somebody who waits for ranks outside is waited for: longer than he waits.
 const AWAY_GRACES: u32 = 6;
@@ -198,6 +199,32 @@ impl Shared {
         Failure::of_words(&self.load(self.layout.record(member)))
     }
 
+    fn away(&self, member: usize) -> u64 {
+        let place = self.layout.record(member) + AWAY;
+        self.words(place, 1)[0].load(Ordering::Relaxed)
+    }
+
+    fn move_away(&self, by: u64) {
+        let place = self.layout.record(self.member) + AWAY;
+        self.words(place, 1)[0].fetch_add(by, Ordering::Relaxed);
+    }
+
+    /// This member begins to wait for ranks outside. What it does at least every third grace until
+    /// [`Shared::come_back`] is [`Shared::still_away`].
+    pub(crate) fn go_away(&self) {
+        self.move_away(1);
+    }
+
+    /// This member still waits for ranks outside.
+    pub(crate) fn still_away(&self) {
+        self.move_away(2);
+    }
+
+    /// This member no longer waits for ranks outside.
+    pub(crate) fn come_back(&self) {
+        self.move_away(1);
+    }
+
     /// The last call that `member` is known to have reached.
     pub(crate) fn last_of(&self, member: usize) -> Option<Reached> {
         (0..2)
@@ -283,6 +310,7 @@ impl Board {
         let start = Instant::now();
         let mut spinning = !self.spin.is_zero();
         let mut until = wait.until;
+        let mut signs = Vec::new();
         loop {
             let now = word.load(Ordering::Acquire);
             if (now ^ before) & !FAILED != 0 {
@@ -300,13 +328,17 @@ impl Board {
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
+                let silent = self.silent(&mut signs);
                 // Who waits for ranks outside will name the one that is missing.
-                if until == wait.until && self.absent().any(|member| self.is_away(member)) {
-                    until += wait.grace * AWAY_GRACES;
+                if silent.is_none() && until < wait.until + wait.grace * AWAY_GRACES {
+                    until += wait.grace;
                     continue;
                 }
+                let missing = silent.or_else(|| self.absent().next());
+                // All have come, but one was stopped on the last step: not to be told which.
+                let missing = missing.unwrap_or(shared.member);
                 let cause = Cause::stalled(start.elapsed());
-                return Err(self.failure(self.missing(), cause, head.reached));
+                return Err(self.failure(missing, cause, head.reached));
             }
             if let Err(error) = futex_wait(word, now, left) {
                 return Err(self.failure(shared.member, error.into(), head.reached));
@@ -322,25 +354,17 @@ impl Board {
         })
     }
 
-    /// The first member that has not come to this round, one that waits for nobody else if there is one.
-    fn missing(&self) -> usize {
-        self.absent()
-            .find(|&member| !self.is_away(member))
-            .or_else(|| self.absent().next())
-            // All have come, but one was stopped on the last step: not to be told which.
-            .unwrap_or(self.shared.member)
-    }
-
-    /// Says whether this member waits for ranks outside.
-    pub(crate) fn set_away(&self, is: bool) {
-        let shared = &self.shared;
-        let place = shared.layout.record(shared.member) + AWAY;
-        shared.words(place, 1)[0].store(is.into(), Ordering::Relaxed);
-    }
-
-    fn is_away(&self, member: usize) -> bool {
-        let place = self.shared.layout.record(member) + AWAY;
-        self.shared.words(place, 1)[0].load(Ordering::Relaxed) != 0
+    /// The first member that has not come to this round and does not wait for ranks outside, or gave no sign of it
+    /// since the last time that `signs` were taken.
+    fn silent(&self, signs: &mut Vec<u64>) -> Option<usize> {
+        let now: Vec<u64> = (0..self.members())
+            .map(|member| self.shared.away(member))
+            .collect();
+        let before = std::mem::replace(signs, now);
+        self.absent().find(|&member| {
+            let now = signs.get(member);
+            now.is_none_or(|now| now % 2 == 0) || now == before.get(member)
+        })
     }
 
     /// What ended the group, as it was recorded.

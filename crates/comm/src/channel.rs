@@ -292,16 +292,16 @@ mod tests {
     }
 
     fn meet(
-        dialer: Option<PeerKey>,
-        listener: Option<PeerKey>,
+        dialer: Option<&PeerKey>,
+        listener: Option<&PeerKey>,
     ) -> (
         Result<Channel<UnixStream>, ChannelError>,
         Result<Channel<UnixStream>, ChannelError>,
     ) {
         let (left, right) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {
-            let dialing = scope.spawn(|| Channel::dial(left, dialer.as_ref(), soon()));
-            let listening = Channel::listen(right, listener.as_ref(), soon());
+            let dialing = scope.spawn(|| Channel::dial(left, dialer, soon()));
+            let listening = Channel::listen(right, listener, soon());
             (dialing.join().unwrap(), listening)
         })
     }
@@ -309,7 +309,7 @@ mod tests {
     #[test]
     fn messages_pass_between_holders_of_a_key_both_ways() {
         for shared in [None, key("peer key")] {
-            let (left, right) = meet(shared.clone(), shared);
+            let (left, right) = meet(shared.as_ref(), shared.as_ref());
             let (mut left, mut right) = (left.unwrap(), right.unwrap());
             for count in 0..3_u64 {
                 left.send(&(count, "there"), soon()).unwrap();
@@ -322,14 +322,14 @@ mod tests {
 
     #[test]
     fn another_key_is_named_on_both_sides() {
-        let (dialer, listener) = meet(key("one"), key("two"));
+        let (dialer, listener) = meet(key("one").as_ref(), key("two").as_ref());
         let told = |outcome: Result<_, ChannelError>| match outcome.map(|_: Channel<_>| ()) {
             Err(ChannelError::Hello(error)) => error,
             other => panic!("{other:?}"),
         };
         assert_eq!(told(dialer), HelloError::KeyRefused);
         assert_eq!(told(listener), HelloError::Proof);
-        let (dialer, listener) = meet(key("one"), None);
+        let (dialer, listener) = meet(key("one").as_ref(), None);
         assert_eq!(told(dialer), HelloError::PeerUnkeyed);
         assert_eq!(told(listener), HelloError::PeerKeyed);
     }

@@ -264,7 +264,8 @@ mod tests {
 
     #[test]
     fn an_inherited_value_with_another_meaning_is_refused_with_both() {
-        let cases: [(&[(&str, &str)], &[&str]); 5] = [
+        type Set = &'static [(&'static str, &'static str)];
+        let cases: [(Set, &[&str]); 5] = [
             (
                 &[("WORLD_SIZE", "2")],
                 &[

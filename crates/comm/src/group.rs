@@ -269,9 +269,7 @@ impl Group {
                 leaders: &self.peers.leaders,
             };
             let wait = deadlines.leaders();
-            away(&self.board, true);
             mesh.exchange(&head, 0, &self.peers.leaders, wait, &mut ends)?;
-            away(&self.board, false);
             for theirs in self
                 .incoming
                 .chunks_exact(MAX_REDUCE)
@@ -325,9 +323,7 @@ impl Group {
                 self.count_domain(mine.len());
             }
             if let Some(mesh) = &mut self.mesh {
-                away(&self.board, true);
                 mesh.exchange(&head, 0, &self.peers.remote, deadlines.mesh(), &mut ends)?;
-                away(&self.board, false);
                 for place in 0..self.peers.remote.len() {
                     self.count(self.peers.remote[place], mine.len());
                 }
@@ -337,9 +333,7 @@ impl Group {
         let even = topology.is_even();
         self.check(reached, even, Misuse::UnevenNodes)?;
         if let (Some(mesh), false) = (&mut self.mesh, self.peers.column.is_empty()) {
-            away(&self.board, true);
             mesh.exchange(&head, 0, &self.peers.column, deadlines.mesh(), &mut ends)?;
-            away(&self.board, false);
             for place in 0..self.peers.column.len() {
                 self.count(self.peers.column[place], mine.len());
             }
@@ -364,13 +358,6 @@ impl Group {
             }
         }
         Ok(())
-    }
-}
-
-/// Lets the ranks of the domain know that this one waits, or no longer waits, for ranks outside.
-fn away(board: &Option<Board>, is: bool) {
-    if let Some(board) = board {
-        board.set_away(is);
     }
 }
 
@@ -474,9 +461,7 @@ impl Collective for Group {
                 board.stream(&head, members, mine..mine + 1, most, wait, &mut ends)?;
             }
             if let Some(mesh) = &mut group.mesh {
-                away(&group.board, true);
                 mesh.exchange(&head, 0, &group.peers.remote, deadlines.mesh(), &mut ends)?;
-                away(&group.board, false);
             }
             for (to, &count) in (0..).zip(counts) {
                 if to != group.rank {
@@ -500,7 +485,7 @@ impl Collective for Group {
 
 /// Until when the stages of a call wait. Grows with what the ranks waited for may wait for themselves:
 ///
-/// - on a board, for a rank of the domain: not longer, unless that rank says that it waits for ranks outside;
+/// - on a board, for a rank of the domain: not longer, unless that rank gives signs that it waits for ranks outside;
 /// - for a rank of another domain: until it has named a rank of its own domain;
 /// - for the leader of another domain: until its ranks have named a rank of a third domain.
 #[derive(Clone, Copy)]

@@ -242,7 +242,8 @@ fn sizes_that_can_not_be_are_refused_before_they_are_taken() {
 #[test]
 fn calls_that_can_not_be_right_end_the_group_and_name_the_caller() {
     let at = At::new(EPOCH, 3, 0);
-    let wrong: [(Misuse, fn(&mut Group, At) -> Result<(), CommError>); 5] = [
+    type Wrong = fn(&mut Group, At) -> Result<(), CommError>;
+    let wrong: [(Misuse, Wrong); 5] = [
         (Misuse::Epoch, |group, at| {
             group.barrier(At {
                 epoch: Epoch(1),

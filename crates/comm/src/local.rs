@@ -52,9 +52,11 @@ pub fn loopback(
         .zip(links)
         .map(|(rank, links)| {
             let stop = Arc::new(Stop::new()?);
+            let board = boards.next().flatten();
+            let shared = board.as_ref().map(|board| Arc::clone(board.shared()));
             let mesh = match links.is_empty() {
                 true => None,
-                false => Some(Mesh::new(rank, world, links, Arc::clone(&stop))?),
+                false => Some(Mesh::new(rank, world, links, Arc::clone(&stop), shared)?),
             };
             Ok(Group::new(Wiring {
                 rank,
@@ -62,7 +64,7 @@ pub fn loopback(
                 epoch,
                 options,
                 shares,
-                board: boards.next().flatten(),
+                board,
                 watch: None,
                 mesh,
                 stop,

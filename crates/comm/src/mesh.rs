@@ -1,5 +1,6 @@
 //! Connections to many ranks, and the exchange of one frame each way with some of them.
 
+use crate::board::Shared;
 use crate::call::{Head, Reached};
 use crate::collective::{Ends, Wait};
 use crate::error::{Cause, Failure};
@@ -17,6 +18,8 @@ use std::time::Instant;
 const EVENTS: usize = 64;
 /// Mark of the event that stops the group; ranks are smaller.
 const STOP: u64 = u64::MAX;
+/// Signs of a wait in each grace: more than one, since they are looked for once in each.
+const SIGNS: u32 = 3;
 
 /// All connections of one rank.
 pub(crate) struct Mesh {
@@ -25,6 +28,8 @@ pub(crate) struct Mesh {
     links: Vec<Option<Box<Link>>>,
     epoll: OwnedFd,
     stop: Arc<Stop>,
+    /// What ranks share that wait for this one while it waits here.
+    shared: Option<Arc<Shared>>,
     ended: bool,
 }
 
@@ -62,6 +67,7 @@ impl Mesh {
         world: u32,
         links: Vec<Link>,
         stop: Arc<Stop>,
+        shared: Option<Arc<Shared>>,
     ) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let mut places: Vec<Option<Box<Link>>> = (0..world).map(|_| None).collect();
@@ -83,12 +89,31 @@ impl Mesh {
             links: places,
             epoll,
             stop,
+            shared,
             ended: false,
         })
     }
 
     /// Sends each of `peers` what `ends` offers and receives as much from each: piece `piece`.
     pub(crate) fn exchange(
+        &mut self,
+        head: &Head,
+        piece: u32,
+        peers: &[u32],
+        wait: Wait,
+        ends: &mut dyn Ends,
+    ) -> Result<(), Failure> {
+        if let Some(shared) = &self.shared {
+            shared.go_away();
+        }
+        let outcome = self.pass(head, piece, peers, wait, ends);
+        if let Some(shared) = &self.shared {
+            shared.come_back();
+        }
+        outcome
+    }
+
+    fn pass(
         &mut self,
         head: &Head,
         piece: u32,
@@ -114,7 +139,12 @@ impl Mesh {
             if self.advance(head, piece, ends)? {
                 return Ok(());
             }
-            if self.wait(until, head.reached)? {
+            let mut next = until;
+            if let Some(shared) = &self.shared {
+                shared.still_away();
+                next = until.min(Instant::now() + wait.grace / SIGNS);
+            }
+            if self.wait(next, head.reached)? || next < until {
                 continue;
             }
             let mut missing = self.links.iter().flatten().filter(|link| !link.finished());

@@ -209,13 +209,6 @@ pub fn join(plan: &JoinPlan) -> Result<Joined, StartError> {
     };
     let io = |doing| move |source| StartError::Io { doing, source };
     let stop = Arc::new(Stop::new().map_err(io("making an event"))?);
-    let mesh = match links.is_empty() {
-        true => None,
-        false => {
-            let mesh = Mesh::new(rank, world, links, Arc::clone(&stop));
-            Some(mesh.map_err(io("watching connections"))?)
-        }
-    };
     let mut watch = None;
     let board = match exchanged {
         Some((shared, processes)) => {
@@ -224,6 +217,14 @@ pub fn join(plan: &JoinPlan) -> Result<Joined, StartError> {
             Some(board)
         }
         None => None,
+    };
+    let shared = board.as_ref().map(|board| Arc::clone(board.shared()));
+    let mesh = match links.is_empty() {
+        true => None,
+        false => {
+            let mesh = Mesh::new(rank, world, links, Arc::clone(&stop), shared);
+            Some(mesh.map_err(io("watching connections"))?)
+        }
     };
     let group = Group::new(Wiring {
         rank,

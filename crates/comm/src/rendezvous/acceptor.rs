@@ -26,6 +26,10 @@ pub(crate) struct Acceptor {
 }
 
 /// What happened.
+#[expect(
+    clippy::large_enum_variant,
+    reason = "few at a time, and only while a group starts"
+)]
 pub(crate) enum Event<T> {
     /// Somebody has proven the key and said this.
     Arrived {
@@ -52,6 +56,10 @@ struct Coming {
 }
 
 #[derive(Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "few at a time, and only while a group starts"
+)]
 enum State {
     Hello(Hello),
     Proof(Transcript),

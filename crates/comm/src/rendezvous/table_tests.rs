@@ -158,7 +158,8 @@ proptest! {
             match event {
                 Event::Join(rank) => {
                     let verdict = table.join(join(rank, pid));
-                    if there.contains_key(&rank) {
+                    let double = there.contains_key(&rank);
+                    if double {
                         prop_assert!(matches!(verdict, Verdict::Fail(Refusal::Double { .. })), "{verdict:?}");
                     } else {
                         there.insert(rank, pid);
