@@ -227,8 +227,8 @@ async fn sixteen_equal_prompts_at_once_get_the_answer_of_one() {
     }
 }
 
-/// Over a pair a prompt that prefill has cached is not computed again, and decode fetches all of it but
-/// the last token: what came over the wire is not told as cached.
+/// Over a pair a prompt that prefill has cached is not computed again, and what decode has cached is not
+/// fetched again.
 #[tokio::test]
 async fn a_pair_counts_what_prefill_found_and_what_decode_fetched() {
     let without = serve(&["--no-enable-prefix-caching"]).await;
@@ -244,18 +244,16 @@ async fn a_pair_counts_what_prefill_found_and_what_decode_fetched() {
         for (number, len) in LENGTHS.into_iter().enumerate() {
             let body = body(&prompt(number, len));
             let (expected, _) = ask(&without.client(), &body).await;
-            for _ in 0..2 {
-                let got = ask(&client, &body).await;
-                assert_eq!(
-                    got,
-                    (expected.clone(), 0),
-                    "{drafts} drafts, prompt of {len}"
-                );
-            }
-            assert_eq!(streamed(&client, &body).await, 0);
+            let (what, whole) = (
+                format!("{drafts} drafts, prompt of {len}"),
+                whole_blocks(len),
+            );
+            assert_eq!(ask(&client, &body).await, (expected.clone(), 0), "{what}");
+            assert_eq!(ask(&client, &body).await, (expected, whole), "{what}");
+            assert_eq!(streamed(&client, &body).await, whole, "{what}");
             let mut several = body.clone();
             several["n"] = json!(2);
-            assert_eq!(ask(&client, &several).await.1, 0);
+            assert_eq!(ask(&client, &several).await.1, whole, "{what}");
         }
         cluster.kv_idle(IDLE).await;
         let found: usize = LENGTHS.into_iter().map(whole_blocks).sum();
@@ -267,12 +265,42 @@ async fn a_pair_counts_what_prefill_found_and_what_decode_fetched() {
             decode.sum("vllm:prompt_tokens_by_source_total", &[&label]) as usize
         };
         let fetched: usize = LENGTHS.iter().map(|len| 4 * (len - 1)).sum();
+        let fetched = fetched - 3 * found;
         assert_eq!(sources("external_kv_transfer"), fetched);
         // The second choice shares the whole blocks of the first.
-        assert_eq!(sources("local_cache_hit"), found);
+        assert_eq!(sources("local_cache_hit"), 4 * found);
         let all = decode.sum("vllm:prompt_tokens_total", &[]) as usize;
-        assert_eq!(fetched + found + sources("local_compute"), all);
+        assert_eq!(fetched + 4 * found + sources("local_compute"), all);
+        assert_eq!(self::hits(&cluster.decode[0]).await, (4 * found, all));
         assert_eq!(all, LENGTHS.iter().map(|len| 5 * len).sum::<usize>());
         assert_eq!(decode.sum("twinfer_kv_load_failures_total", &[]), 0.0);
     }
+}
+
+/// What prefill found is told to the client also by a decode instance that has no cache: neither of them
+/// computed it.
+#[tokio::test]
+async fn a_pair_tells_what_prefill_found() {
+    let prefill = serve(&["--role", "prefill"]).await;
+    let decode = serve(&["--role", "decode", "--no-enable-prefix-caching"]).await;
+    let mut asked = body(&prompt(1, 50));
+    for expected in [0, 48] {
+        let mut first = asked.clone();
+        first["max_tokens"] = json!(1);
+        first["kv_transfer_params"] = json!({"do_remote_decode": true});
+        let answer = prefill.client().post("/v1/completions", &first).await;
+        let handle = answer.expect("an answer").json()["kv_transfer_params"].clone();
+        assert_eq!(handle["remote_prefill_cached_tokens"], json!(expected));
+        asked["kv_transfer_params"] = handle;
+        assert_eq!(ask(&decode.client(), &asked).await.1, expected);
+    }
+    // A peer's number counts only as far as its KV goes.
+    let mut first = body(&prompt(1, 50));
+    first["kv_transfer_params"] = json!({"do_remote_decode": true});
+    let answer = prefill.client().post("/v1/completions", &first).await;
+    asked["kv_transfer_params"] = answer.expect("an answer").json()["kv_transfer_params"].clone();
+    asked["kv_transfer_params"]["remote_prefill_cached_tokens"] = json!(u32::MAX);
+    assert_eq!(streamed(&decode.client(), &asked).await, 49);
+    prefill.kv_idle(IDLE).await;
+    decode.kv_idle(IDLE).await;
 }

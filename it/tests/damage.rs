@@ -107,6 +107,8 @@ async fn damaged_kv_ends_in_an_error_or_in_the_same_text() {
             &[
                 "--role",
                 "decode",
+                // All of it travels each time.
+                "--no-enable-prefix-caching",
                 "--kv-load-failure-policy",
                 policy,
                 "--kv-timeout",

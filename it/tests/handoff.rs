@@ -90,7 +90,10 @@ async fn complete(client: &Client, body: &Value) -> Value {
 /// C2.1: prompts around the edges of blocks and chunks.
 #[tokio::test]
 async fn tokens_equal_the_reference_at_every_block_and_chunk_edge() {
-    let cluster = Cluster::start(&options()).await;
+    let mut options = options();
+    // All of a prompt travels, however often it comes.
+    options.serve.push("--no-enable-prefix-caching".into());
+    let cluster = Cluster::start(&options).await;
     let mut colocated = Instance::serve(
         &twinfer_it::demo_model(),
         &["--dtype", "f32", "--max-num-batched-tokens", "64"],

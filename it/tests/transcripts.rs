@@ -92,6 +92,7 @@ async fn replay(environment: &[(&str, &str)], bearer: &str) {
     let further = [
         "remote_block_size",
         "remote_num_tokens",
+        "remote_prefill_cached_tokens",
         "prompt_token_ids",
         "remote_kv_seal",
         "remote_kv_lease_ms",

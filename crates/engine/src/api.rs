@@ -62,8 +62,9 @@ pub struct SamplingParams {
 pub enum KvSource {
     /// Computed here.
     Compute,
-    /// Comes from a prefill instance: the engine allocates blocks, emits [`Event::KvFetch`] and
-    /// waits for [`KvOutcome`]. A prompt of one token has nothing to fetch and is computed.
+    /// Comes from a prefill instance: the engine allocates blocks, emits [`Event::KvFetch`] for what is not
+    /// in its own prefix cache and waits for [`KvOutcome`]. A prompt that is cached, or of one token, has
+    /// nothing to fetch: no such event comes.
     Remote,
 }
 
@@ -178,15 +179,16 @@ pub enum Event {
         /// Set on the last event of the request.
         finish: Option<Finish>,
     },
-    /// Blocks are ready to be filled with positions `0..tokens`; answer with
-    /// [`KvOutcome`] by `Engine::kv_loaded`. Until then the engine does not touch these blocks.
+    /// Blocks are ready to be filled; answer with [`KvOutcome`] by `Engine::kv_loaded`. Until then the
+    /// engine does not touch these blocks.
     KvFetch {
         /// Request.
         id: RequestId,
-        /// Blocks in order of position.
+        /// Blocks in order of position, those of `positions` only.
         blocks: Vec<BlockId>,
-        /// Positions to fill.
-        tokens: u32,
+        /// Positions to fill: from the first that is not in the prefix cache, which begins a block, to the
+        /// prompt's last but one.
+        positions: Range<u32>,
     },
     /// The request of a running fetch is gone; stop it and answer with any [`KvOutcome`]: only then
     /// are its blocks free.
@@ -203,7 +205,7 @@ pub enum KvOutcome {
     Loaded,
     /// Nothing usable came; the request fails with this error.
     Failed(ApiError),
-    /// Nothing usable came; the prompt is computed here.
+    /// Nothing usable came; what is not cached of the prompt is computed here.
     Recompute,
 }
 
@@ -374,7 +376,8 @@ pub struct EngineStats {
     pub output_tokens: u64,
     /// Preemptions.
     pub preemptions: u64,
-    /// Prompt tokens of requests that looked for a cached prefix: those with a whole block before the last token.
+    /// Prompt tokens of requests that looked for a cached prefix: all but those that want log-probabilities
+    /// of their prompt.
     pub cache_queries: u64,
     /// Those that were found.
     pub cache_hits: u64,

@@ -248,7 +248,7 @@ impl Engine {
             max_len,
             remote: request.kv == KvSource::Remote,
             keys,
-            caches: chain.is_some(),
+            caches: self.config.enable_prefix_caching,
             scored: request.params.prompt_logprobs.is_some(),
             leader: request.leader,
         };
@@ -332,9 +332,7 @@ impl Engine {
         match outcome {
             KvOutcome::Loaded => {
                 if let Some(sequence) = self.sequences.get_mut(&id) {
-                    let remote = sequence.request.prompt.len() as u64 - 1;
-                    sequence.sources.remote = u32::try_from(remote).unwrap_or(u32::MAX);
-                    self.prompt_tokens.remote += remote;
+                    self.prompt_tokens.remote += sequence.count_fetched();
                 }
             }
             KvOutcome::Failed(error) => self.end_at_next_step(id, FinishReason::Error(error)),

@@ -26,7 +26,7 @@ pub enum EventRef<'a> {
         /// Blocks in order of position.
         blocks: &'a [BlockId],
         /// Positions to fill.
-        tokens: u32,
+        positions: &'a Range<u32>,
     },
     /// As [`Event::KvFetchCancel`].
     KvFetchCancel {
@@ -71,7 +71,7 @@ enum Entry {
     Fetch {
         id: RequestId,
         blocks: Vec<BlockId>,
-        tokens: u32,
+        positions: Range<u32>,
     },
     Cancel(RequestId),
 }
@@ -106,10 +106,14 @@ impl StepOutput {
                 tokens: &self.tokens[tokens.clone()],
                 logprobs: &self.logprobs,
             }),
-            Entry::Fetch { id, blocks, tokens } => EventRef::KvFetch {
+            Entry::Fetch {
+                id,
+                blocks,
+                positions,
+            } => EventRef::KvFetch {
                 id: *id,
                 blocks,
-                tokens: *tokens,
+                positions,
             },
             Entry::Cancel(id) => EventRef::KvFetchCancel { id: *id },
         })
@@ -140,7 +144,15 @@ impl StepOutput {
                 text: texts[text].to_owned(),
                 finish,
             },
-            Entry::Fetch { id, blocks, tokens } => Event::KvFetch { id, blocks, tokens },
+            Entry::Fetch {
+                id,
+                blocks,
+                positions,
+            } => Event::KvFetch {
+                id,
+                blocks,
+                positions,
+            },
             Entry::Cancel(id) => Event::KvFetchCancel { id },
         })
     }
@@ -154,8 +166,12 @@ impl StepOutput {
         self.text.reserve(text);
     }
 
-    pub(crate) fn fetch(&mut self, id: RequestId, blocks: Vec<BlockId>, tokens: u32) {
-        self.events.push(Entry::Fetch { id, blocks, tokens });
+    pub(crate) fn fetch(&mut self, id: RequestId, blocks: Vec<BlockId>, positions: Range<u32>) {
+        self.events.push(Entry::Fetch {
+            id,
+            blocks,
+            positions,
+        });
     }
 
     pub(crate) fn cancel(&mut self, id: RequestId) {
@@ -237,10 +253,14 @@ impl EventRef<'_> {
                 text: output.text.to_owned(),
                 finish: output.finish.cloned(),
             },
-            Self::KvFetch { id, blocks, tokens } => Event::KvFetch {
+            Self::KvFetch {
+                id,
+                blocks,
+                positions,
+            } => Event::KvFetch {
                 id,
                 blocks: blocks.to_vec(),
-                tokens,
+                positions: positions.clone(),
             },
             Self::KvFetchCancel { id } => Event::KvFetchCancel { id },
         }

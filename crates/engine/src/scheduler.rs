@@ -20,7 +20,7 @@
 //!   They get blocks only from what nobody else needs now, and are cut to what fits.
 //! * With `prefill_any_interval` N, prompts are computed in every Nth step at most while others generate.
 //! * A sequence is admitted with the longest prefix that is cached, but at least its last token is
-//!   computed, because its logits are needed.
+//!   computed, because its logits are needed. Of KV that comes from elsewhere only the rest is fetched.
 //! * A sequence that has the same prompt as an earlier one waits until that one's prompt is computed,
 //!   then shares it. Meanwhile others pass: that prompt may be on its way from another instance.
 //!
@@ -41,6 +41,7 @@ use crate::blocks::BlockPool;
 use crate::prefix::BlockKey;
 use crate::{HeldKv, RequestId};
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 use twinfer_protocol::{BlockId, RankLoad};
 
 /// Preemptions after which a sequence returns only when it cannot be preempted again.
@@ -68,8 +69,8 @@ pub struct NewSeq {
     pub prompt_len: usize,
     /// Tokens of prompt and output together, at most.
     pub max_len: usize,
-    /// The KV of all but the last prompt token is fetched; with a prompt of one token there is nothing to
-    /// fetch.
+    /// The KV of all but the last prompt token is fetched, as far as it is not cached; with a prompt of one
+    /// token there is nothing to fetch.
     pub remote: bool,
     /// Keys of the prompt's full blocks, to find and to leave them in the cache; none if it is not used.
     /// Later ones are pushed behind them: with room for those, that allocates nothing.
@@ -120,10 +121,10 @@ pub struct CacheStats {
 pub struct Fetch {
     /// Sequence.
     pub id: RequestId,
-    /// Blocks in order of position, as many as `tokens` need.
+    /// Blocks in order of position, as many as `positions` need.
     pub blocks: Vec<BlockId>,
-    /// Positions `0..tokens`, at least 1.
-    pub tokens: usize,
+    /// What to fill, at least one; the first begins a block, those before it are cached.
+    pub positions: Range<usize>,
 }
 
 /// What to do in one step.
@@ -383,8 +384,8 @@ impl Scheduler {
         Aborted::Freed
     }
 
-    /// A fetch has ended, `loaded` with all positions filled, else with nothing usable: the sequence is
-    /// then computed here. To fail it instead, call [`Self::abort`] afterwards.
+    /// A fetch has ended, `loaded` with all positions filled, else with nothing usable: what is not cached
+    /// is then computed here. To fail it instead, call [`Self::abort`] afterwards.
     pub fn fetched(&mut self, id: RequestId, loaded: bool) -> FetchEnd {
         if let Some(blocks) = self.cancelling.remove(&id) {
             self.pool.release(&blocks);
@@ -394,7 +395,9 @@ impl Scheduler {
             Some(seq) if seq.state == State::Fetching => {
                 seq.state = State::Running;
                 seq.remote = false;
-                seq.computed = if loaded { seq.len - 1 } else { 0 };
+                if loaded {
+                    seq.computed = seq.len - 1;
+                }
                 let computed = seq.computed;
                 self.fetching -= 1;
                 self.running.insert(seq.arrival, id);
@@ -498,7 +501,9 @@ impl Scheduler {
                 State::Waiting => {
                     waiting && !running && seq.blocks.is_empty() && seq.computed + seq.drafts == 0
                 }
-                State::Fetching => !waiting && !running && seq.remote && seq.computed == 0,
+                State::Fetching => {
+                    !waiting && !running && seq.remote && seq.computed == seq.settled
+                }
                 State::Running => !waiting && running && seq.computed < seq.len,
             };
             let room = seq.blocks.len() * self.pool.block_size();

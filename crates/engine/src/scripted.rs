@@ -317,8 +317,8 @@ impl fmt::Debug for ScriptedExecutor {
     }
 }
 
-/// Writes the rows of all `tokens` but the last, from position 0, as a [`ScriptedExecutor`] would: what a
-/// handoff brings. The draft layer's rows, if the arena has that layer, need the token that follows.
+/// Writes the rows of all `tokens` but the last, from position `first` on, which begins the first of
+/// `blocks`, as a [`ScriptedExecutor`] would: what a handoff brings. The draft layer's rows, if the arena has that layer, need the token that follows.
 ///
 /// # Errors
 /// A block is in use or does not exist.
@@ -327,13 +327,16 @@ pub fn fill_kv(
     block_size: usize,
     blocks: &[BlockId],
     tokens: &[TokenId],
+    first: usize,
 ) -> Result<(), BlockError> {
-    let filled = &tokens[..tokens.len().saturating_sub(1)];
+    let filled = tokens
+        .get(first..tokens.len().saturating_sub(1))
+        .unwrap_or(&[]);
     for (index, chunk) in filled.chunks(block_size).enumerate() {
         let block = blocks.get(index).copied().unwrap_or(BlockId::MAX);
         let mut guard = arena.write(block)?;
         for (offset, &token) in chunk.iter().enumerate() {
-            let position = index * block_size + offset;
+            let position = first + index * block_size + offset;
             write_row(&mut guard, 0..LAYERS, offset, position, token);
             let next = tokens[position + 1];
             write_row(&mut guard, LAYERS..LAYERS + 1, offset, position, next);

@@ -35,6 +35,9 @@ pub struct KvTransferParams {
     /// Prompt tokens whose KV the handle covers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remote_num_tokens: Option<u32>,
+    /// Prompt tokens that prefill found in its prefix cache.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub remote_prefill_cached_tokens: Option<u32>,
     /// The token that prefill sampled.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_token_id: Option<u32>,

@@ -5,6 +5,7 @@ use crate::handoff::{self, Exporter, FetchReport, Importer, Use};
 use crate::metrics::KvMetrics;
 use parking_lot::Mutex;
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinSet;
@@ -32,6 +33,17 @@ pub(crate) struct Claim {
     given: Option<Arc<[TokenId]>>,
     /// What the request computes with: the above, or its own tokens.
     prompt: OnceLock<Arc<[TokenId]>>,
+    prefill_cached: u32,
+}
+
+/// What a prefill leg leaves for a decode instance.
+#[derive(Debug)]
+pub(crate) struct Left {
+    pub(crate) held: HeldBlocks,
+    /// The token that it sampled.
+    pub(crate) last_token: Option<TokenId>,
+    /// Prompt tokens that were found in the prefix cache.
+    pub(crate) cached: u32,
 }
 
 /// Runs the fetches that the engine asks for.
@@ -69,6 +81,7 @@ impl Handoff {
             claim,
             given: given.map(Into::into),
             prompt: OnceLock::new(),
+            prefill_cached: params.remote_prefill_cached_tokens.unwrap_or(0),
         }))
     }
 
@@ -78,20 +91,26 @@ impl Handoff {
     /// Errors: `Internal`; the KV is free then.
     pub(crate) async fn export(
         &self,
-        held: HeldBlocks,
+        left: Left,
         prompt: &[TokenId],
-        last_token: Option<TokenId>,
         guard: Option<InFlight>,
     ) -> Result<KvTransferParams, ApiError> {
         let exporter = self.exporter.as_ref().ok_or_else(|| {
             ApiError::new(ErrorKind::Internal, "this instance has no exporter of KV")
         })?;
+        let Left {
+            held,
+            last_token,
+            cached,
+        } = left;
         let (id, kv) = (held.id, held.kv.clone());
         if let Some(guard) = guard {
             self.held.lock().insert(id, guard);
         }
         held.keep();
-        exporter.register(id, kv, prompt, last_token).await
+        let mut params = exporter.register(id, kv, prompt, last_token).await?;
+        params.remote_prefill_cached_tokens = Some(cached);
+        Ok(params)
     }
 
     /// Takes over the connector's numbers.
@@ -143,16 +162,25 @@ impl Claim {
         self.given.clone()
     }
 
+    /// Prompt tokens that prefill found in its prefix cache, as it says.
+    pub(crate) fn prefill_cached(&self) -> u32 {
+        self.prefill_cached
+    }
+
     /// A request is going to fetch for `prompt`.
     pub(crate) fn set_use(&self, prompt: &Arc<[TokenId]>) {
         let _ = self.prompt.set(Arc::clone(prompt));
     }
 
-    async fn fetch(&self, blocks: &[BlockId], tokens: u32) -> Result<FetchReport, ApiError> {
+    async fn fetch(
+        &self,
+        blocks: &[BlockId],
+        positions: Range<u32>,
+    ) -> Result<FetchReport, ApiError> {
         let prompt = self.prompt.get().ok_or_else(|| {
             ApiError::new(ErrorKind::Internal, "the prompt of a KV fetch is not known")
         })?;
-        self.claim.fetch(prompt, blocks, tokens, Use::Last).await
+        self.claim.fetch(prompt, blocks, positions, Use::Last).await
     }
 }
 
@@ -179,10 +207,10 @@ impl Fetcher {
                     }
                 }
                 fetch = fetches.recv() => match fetch {
-                    Some(Fetch::Start { id, claim, blocks, tokens }) => {
+                    Some(Fetch::Start { id, claim, blocks, positions }) => {
                         let cancel = CancellationToken::new();
                         by_request.insert(id, cancel.clone());
-                        let task = self.task(id, claim, blocks, tokens, cancel);
+                        let task = self.task(id, claim, blocks, positions, cancel);
                         by_task.insert(running.spawn(task).id(), id);
                     }
                     Some(Fetch::Cancel { id }) => match by_request.get(&id) {
@@ -201,7 +229,7 @@ impl Fetcher {
         id: RequestId,
         claim: Arc<Claim>,
         blocks: Vec<BlockId>,
-        tokens: u32,
+        positions: Range<u32>,
         cancel: CancellationToken,
     ) -> impl Future<Output = ()> + Send + 'static {
         let (engine, policy, metrics) = (self.engine.clone(), self.policy, self.metrics.clone());
@@ -215,7 +243,7 @@ impl Fetcher {
             let fetched = tokio::select! {
                 biased;
                 () = cancel.cancelled() => None,
-                fetched = claim.fetch(&blocks, tokens) => Some(fetched),
+                fetched = claim.fetch(&blocks, positions) => Some(fetched),
             };
             drop(claim);
             match fetched {

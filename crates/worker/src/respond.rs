@@ -2,6 +2,7 @@
 
 use crate::app::Instance;
 use crate::engine::{ChoiceEvent, End, Generation};
+use crate::kv::Left;
 use crate::logprobs::{self, Echoed, Scored};
 use crate::metrics::InstanceMetrics;
 use crate::prepare::{Kind, Prepared, PromptTokens};
@@ -325,7 +326,7 @@ impl Collected {
     }
 
     fn cached_tokens(&self) -> u64 {
-        self.end.as_ref().map_or(0, |end| end.sources.cached.into())
+        self.end.as_ref().map_or(0, |end| end.cached.into())
     }
 
     fn finish(&self) -> Result<(&'static str, Option<StopReason>), ApiError> {
@@ -343,11 +344,15 @@ impl Outcome {
         first.map_or(&[], |choice| &choice.prompt_logprobs)
     }
 
-    /// The first choice's kept blocks and last token.
-    pub(crate) fn take_held(&mut self) -> Option<(crate::engine::HeldBlocks, Option<TokenId>)> {
+    /// What the first choice leaves for a decode instance.
+    pub(crate) fn take_held(&mut self) -> Option<Left> {
         let choice = self.choices.first_mut()?;
-        let held = choice.end.as_mut()?.held.take()?;
-        Some((held, choice.tokens.last().map(|token| token.id)))
+        let end = choice.end.as_mut()?;
+        Some(Left {
+            held: end.held.take()?,
+            last_token: choice.tokens.last().map(|token| token.id),
+            cached: end.cached,
+        })
     }
 }
 
@@ -411,7 +416,7 @@ impl EventStream {
         let begins = !std::mem::replace(&mut progress.begun, true);
         progress.tokens += event.tokens.len() as u64;
         if let Some(end) = &event.end {
-            progress.cached = end.sources.cached.into();
+            progress.cached = end.cached.into();
         }
         let common = &answer.common;
         let per_token =

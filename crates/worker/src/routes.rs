@@ -107,10 +107,10 @@ async fn generate(app: &Arc<App>, kind: Kind, request: Request) -> Result<Respon
     }
     let mut outcome = answer.collect(generation).await?;
     let params = match (outcome.take_held(), left_behind) {
-        (Some((held, last)), Some(guard)) => Some(
+        (Some(left), Some(guard)) => Some(
             instance
                 .handoff
-                .export(held, answer.first_prompt(), last, guard)
+                .export(left, answer.first_prompt(), guard)
                 .await?,
         ),
         _ => None,

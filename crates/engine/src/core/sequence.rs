@@ -194,6 +194,14 @@ impl Sequence {
         new as u64
     }
 
+    /// Notes that all positions but the last that were not in the cache have come from elsewhere; returns
+    /// how many.
+    pub(super) fn count_fetched(&mut self) -> u64 {
+        let new = (self.request.prompt.len() - 1).saturating_sub(self.counted());
+        self.sources.remote += u32::try_from(new).unwrap_or(u32::MAX);
+        new as u64
+    }
+
     fn counted(&self) -> usize {
         (self.sources.computed + self.sources.remote + self.sources.cached) as usize
     }

@@ -56,8 +56,9 @@ impl Engine {
 
     fn note_plan(&mut self, plan: &mut Plan, out: &mut StepOutput) {
         for fetch in plan.fetches.drain(..) {
-            let tokens = u32::try_from(fetch.tokens).unwrap_or(u32::MAX);
-            out.fetch(fetch.id, fetch.blocks, tokens);
+            let position = |at: usize| u32::try_from(at).unwrap_or(u32::MAX);
+            let positions = position(fetch.positions.start)..position(fetch.positions.end);
+            out.fetch(fetch.id, fetch.blocks, positions);
         }
         for id in &plan.preempted {
             if let Some(sequence) = self.sequences.get_mut(id) {

@@ -220,11 +220,13 @@ impl Scheduler {
             let tokens = hit * self.pool.block_size();
             (seq.computed, seq.settled) = (tokens, tokens);
             // As vLLM counts: every prompt that is looked for, however short.
-            if seq.caches && !seq.remote && !seq.scored && !seq.looked {
+            if seq.caches && !seq.scored && !seq.looked {
                 self.cache.queries += seq.prompt_len as u64;
                 self.cache.hits += tokens.min(seq.prompt_len) as u64;
             }
             seq.looked = true;
+            // With all of it in the cache there is nothing to fetch.
+            seq.remote &= tokens + 1 < seq.len;
             if hit > 0 {
                 plan.hits.push(CacheHit { id, tokens });
             }
@@ -232,9 +234,13 @@ impl Scheduler {
             if seq.remote {
                 seq.state = State::Fetching;
                 self.fetching += 1;
-                let tokens = seq.len - 1;
-                let blocks = seq.blocks[..self.pool.blocks_for(tokens)].to_vec();
-                plan.fetches.push(Fetch { id, blocks, tokens });
+                let positions = tokens..seq.len - 1;
+                let blocks = seq.blocks[hit..self.pool.blocks_for(positions.end)].to_vec();
+                plan.fetches.push(Fetch {
+                    id,
+                    blocks,
+                    positions,
+                });
             } else {
                 seq.state = State::Running;
                 self.running.insert(arrival, id);
@@ -301,7 +307,7 @@ impl Scheduler {
 impl Seq {
     /// Blocks that may come from the cache: at least one token must be left to compute.
     fn cacheable(&self, block_size: usize) -> usize {
-        if self.remote || self.scored {
+        if self.scored {
             return 0;
         }
         (self.len.saturating_sub(1) / block_size).min(self.keys.len())

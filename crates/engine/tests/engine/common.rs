@@ -1,6 +1,7 @@
 //! What the engine's tests share: an engine over the scripted executor, requests, a way to run them.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 use twinfer_engine::testing::{ScriptedExecutor, ScriptedShape, byte_tokenizer, fill_kv};
 use twinfer_engine::{
@@ -26,7 +27,7 @@ pub(crate) struct Bench {
     pub(crate) engine: Engine,
     pub(crate) got: BTreeMap<u64, Got>,
     /// Fetches that wait for an answer.
-    pub(crate) fetches: BTreeMap<u64, (Vec<BlockId>, u32)>,
+    pub(crate) fetches: BTreeMap<u64, (Vec<BlockId>, Range<u32>)>,
     pub(crate) cancels: Vec<u64>,
     /// Order in which requests ended.
     pub(crate) ended: Vec<u64>,
@@ -220,9 +221,18 @@ impl Bench {
                 }
                 got.finish = finish;
             }
-            Event::KvFetch { id, blocks, tokens } => {
-                assert_eq!(blocks.len(), (tokens as usize).div_ceil(BLOCK));
-                assert!(self.fetches.insert(id.0, (blocks, tokens)).is_none());
+            Event::KvFetch {
+                id,
+                blocks,
+                positions,
+            } => {
+                let first = positions.start as usize / BLOCK;
+                assert!(!positions.is_empty() && positions.start as usize == first * BLOCK);
+                assert_eq!(
+                    first + blocks.len(),
+                    (positions.end as usize).div_ceil(BLOCK)
+                );
+                assert!(self.fetches.insert(id.0, (blocks, positions)).is_none());
             }
             Event::KvFetchCancel { id } => self.cancels.push(id.0),
         }
@@ -240,21 +250,18 @@ impl Bench {
 
     /// Answers a fetch as a prefill instance would.
     pub(crate) fn load(&mut self, id: u64, prompt: &[TokenId]) {
-        let (blocks, tokens) = self.fetches.remove(&id).unwrap();
-        fill_kv(
-            self.engine.arena(),
-            BLOCK,
-            &blocks,
-            &prompt[..tokens as usize + 1],
-        )
-        .unwrap();
+        let (blocks, positions) = self.fetches.remove(&id).unwrap();
+        let prompt = &prompt[..positions.end as usize + 1];
+        let first = positions.start as usize;
+        fill_kv(self.engine.arena(), BLOCK, &blocks, prompt, first).unwrap();
         self.engine.kv_loaded(RequestId(id), KvOutcome::Loaded);
     }
 
     /// Answers a fetch after the rows of another prompt were written.
     pub(crate) fn load_foreign(&mut self, id: u64, prompt: &[TokenId], outcome: KvOutcome) {
-        let (blocks, _) = self.fetches.remove(&id).unwrap();
-        fill_kv(self.engine.arena(), BLOCK, &blocks, prompt).unwrap();
+        let (blocks, positions) = self.fetches.remove(&id).unwrap();
+        let first = positions.start as usize;
+        fill_kv(self.engine.arena(), BLOCK, &blocks, prompt, first).unwrap();
         self.engine.kv_loaded(RequestId(id), outcome);
     }
 

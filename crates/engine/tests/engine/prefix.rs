@@ -418,6 +418,116 @@ fn choices_go_on_when_the_first_is_gone() {
     }
 }
 
+fn handed_over(id: u64, prompt: Arc<[TokenId]>) -> Request {
+    Request {
+        kv: KvSource::Remote,
+        ..request(id, prompt, sampled(id, 9))
+    }
+}
+
+/// Of a prompt that is handed over only what is not in the cache is fetched.
+#[test]
+fn what_is_cached_of_a_prompt_that_is_handed_over_is_not_fetched() {
+    for len in 2..=4 * BLOCK + 2 {
+        for same in 0..=len {
+            let mut bench = bench(roomy(), 64);
+            let mut known = prompt(3, len)[..same].to_vec();
+            known.push(255);
+            run_one(&mut bench, &request(1, known.into(), sampled(1, 1)));
+            let asked = handed_over(2, prompt(3, len));
+            bench.engine.submit(asked.clone()).unwrap();
+            bench.step();
+            let found = same.min(len - 1) / BLOCK * BLOCK;
+            let what = format!("{same} of {len} tokens are known");
+            match bench.fetches.get(&2) {
+                Some((_, positions)) => {
+                    assert_eq!(*positions, found as u32..len as u32 - 1, "{what}");
+                    bench.load(2, &asked.prompt);
+                }
+                None => assert_eq!(found, len - 1, "{what}"),
+            }
+            bench.run();
+            bench.got[&2].assert_same_output(&alone(&asked), &what);
+            let expected = PromptSources {
+                computed: 1,
+                remote: (len - 1 - found) as u32,
+                cached: found as u32,
+            };
+            assert_eq!(sources(&bench, 2), expected, "{what}");
+            let totals = bench.engine.stats().prompt_tokens;
+            assert_eq!(
+                (totals.remote as usize, totals.cached as usize),
+                (len - 1 - found, found)
+            );
+            bench.assert_idle();
+        }
+    }
+}
+
+/// With the draft layer a block is the same only if the token behind it is.
+#[test]
+fn drafts_are_made_from_what_was_cached_and_what_was_fetched() {
+    let asked = handed_over(2, prompt(3, 4 * BLOCK + 3));
+    for same in [BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 4 * BLOCK + 3] {
+        let config = EngineConfig {
+            num_speculative_tokens: 3,
+            ..roomy()
+        };
+        let mut bench = drafting(config, 64, std::slice::from_ref(&asked), 100);
+        let mut known = asked.prompt[..same].to_vec();
+        known.push(255);
+        run_one(&mut bench, &request(1, known.into(), sampled(1, 1)));
+        bench.engine.submit(asked.clone()).unwrap();
+        bench.step();
+        let found = (same - 1) / BLOCK * BLOCK;
+        match bench.fetches.get(&2) {
+            Some((_, positions)) => assert_eq!(positions.start as usize, found),
+            None => panic!("{same} tokens are known, not all but the last"),
+        }
+        bench.load(2, &asked.prompt);
+        bench.run();
+        bench.got[&2].assert_same_output(&alone(&asked), &format!("{same} tokens are known"));
+        bench.assert_idle();
+    }
+}
+
+/// Whatever a fetch leaves in its own blocks, what was cached is kept and used.
+#[test]
+fn a_fetch_of_the_rest_that_fails_leaves_the_cached_beginning_as_it_is() {
+    let broken = twinfer_protocol::ApiError::invalid("kv", "damaged");
+    for outcome in [KvOutcome::Recompute, KvOutcome::Failed(broken)] {
+        let mut bench = bench(roomy(), 64);
+        run_one(&mut bench, &request(1, prompt(3, 9), sampled(1, 1)));
+        let asked = handed_over(2, prompt(3, 21));
+        bench.engine.submit(asked.clone()).unwrap();
+        bench.step();
+        assert_eq!(bench.fetches[&2].1, 8..20);
+        bench.load_foreign(2, &prompt(77, 21), outcome.clone());
+        bench.run();
+        if outcome == KvOutcome::Recompute {
+            bench.got[&2].assert_same_output(&alone(&asked), "recomputed");
+            let expected = PromptSources {
+                computed: 13,
+                remote: 0,
+                cached: 8,
+            };
+            assert_eq!(sources(&bench, 2), expected);
+        }
+        let next = request(3, prompt(3, 12), sampled(3, 4));
+        assert_eq!(run_one(&mut bench, &next), 8);
+        // Gone while it waits for the rest.
+        bench.engine.submit(handed_over(4, prompt(3, 30))).unwrap();
+        bench.step();
+        bench.engine.abort(RequestId(4));
+        bench.run();
+        bench.load_foreign(4, &prompt(77, 30), KvOutcome::Loaded);
+        bench.run();
+        let again = request(5, prompt(3, 12), sampled(3, 4));
+        assert_eq!(run_one(&mut bench, &again), 8);
+        bench.assert_idle();
+    }
+}
+
 #[test]
 fn one_fetch_serves_all_choices() {
     for outcome in [KvOutcome::Loaded, KvOutcome::Recompute] {

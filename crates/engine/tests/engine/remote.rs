@@ -31,7 +31,7 @@ fn with_remote_kv_only_the_last_prompt_token_is_computed_and_the_output_is_the_s
         let asked = remote(1, len, 12);
         bench.engine.submit(asked.clone()).unwrap();
         bench.step();
-        assert_eq!(bench.fetches[&1].1 as usize, len - 1);
+        assert_eq!(bench.fetches[&1].1, 0..len as u32 - 1);
         assert!(!bench.engine.has_work());
         bench.load(1, &asked.prompt);
         bench.run();
@@ -345,11 +345,11 @@ fn held_blocks_contain_the_prompts_kv() {
     prefill.run();
     decode.engine.submit(whole.clone()).unwrap();
     decode.step();
-    let (blocks, tokens) = decode.fetches.remove(&1).unwrap();
+    let (blocks, positions) = decode.fetches.remove(&1).unwrap();
     let geometry = decode.engine.geometry();
     let row = geometry.width * geometry.value_bytes;
     for (index, (&to, &from)) in blocks.iter().zip(&kv.blocks).enumerate() {
-        let rows = (tokens as usize - index * BLOCK).min(BLOCK);
+        let rows = (positions.end as usize - index * BLOCK).min(BLOCK);
         let from = prefill.engine.arena().read(from).unwrap();
         let mut to = decode.engine.arena().write(to).unwrap();
         for layer in 0..geometry.layers {

@@ -2,6 +2,7 @@ use super::handle::{EngineHandle, Shared};
 use crate::kv::Claim;
 use crate::metrics::EngineMetrics;
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -57,12 +58,12 @@ pub(super) enum Command {
 
 /// What a fetcher is told.
 pub(crate) enum Fetch {
-    /// Fill `blocks` with positions `0..tokens`, then say so by [`EngineHandle::kv_loaded`].
+    /// Fill `blocks` with these positions, then say so by [`EngineHandle::kv_loaded`].
     Start {
         id: RequestId,
         claim: Arc<Claim>,
         blocks: Vec<BlockId>,
-        tokens: u32,
+        positions: Range<u32>,
     },
     /// Stop, then say so.
     Cancel { id: RequestId },
@@ -86,6 +87,8 @@ pub(crate) struct End {
     pub(crate) reason: FinishReason,
     pub(crate) output_tokens: u32,
     pub(crate) sources: PromptSources,
+    /// Prompt tokens found in the prefix cache of this instance or of the prefill instance: the more.
+    pub(crate) cached: u32,
     pub(crate) held: Option<HeldBlocks>,
 }
 
@@ -102,6 +105,8 @@ struct Entry {
     choice: u32,
     sink: mpsc::Sender<ChoiceEvent>,
     claim: Option<Arc<Claim>>,
+    /// Prompt tokens that the prefill instance found in its cache.
+    prefill_cached: u32,
     arrived: Instant,
     last_token: Option<Instant>,
     first_token: Option<Instant>,
@@ -238,6 +243,7 @@ impl EngineThread {
             let entry = Entry {
                 choice: new.choice,
                 sink: sink.clone(),
+                prefill_cached: new.claim.as_ref().map_or(0, |claim| claim.prefill_cached()),
                 claim: new.claim,
                 arrived,
                 last_token: None,
@@ -267,15 +273,18 @@ impl EngineThread {
                         kv,
                         engine: Some(EngineHandle(Arc::clone(&self.shared))),
                     });
-                let end = finish.map(|finish| End {
-                    reason: finish.reason,
-                    output_tokens: finish.output_tokens,
-                    sources: finish.sources,
-                    held,
-                });
                 let Some(entry) = self.entries.get_mut(&id) else {
                     return;
                 };
+                // With all of the prompt in the cache nothing was fetched: prefill's copy is of no use.
+                entry.claim = None;
+                let end = finish.map(|finish| End {
+                    reason: finish.reason,
+                    output_tokens: finish.output_tokens,
+                    cached: cached_anywhere(finish.sources, entry.prefill_cached),
+                    sources: finish.sources,
+                    held,
+                });
                 entry.measure(&self.metrics, &tokens, end.as_ref(), now);
                 let last = end.is_some();
                 let event = ChoiceEvent {
@@ -294,7 +303,11 @@ impl EngineThread {
                     self.engine.abort(id);
                 }
             }
-            Event::KvFetch { id, blocks, tokens } => {
+            Event::KvFetch {
+                id,
+                blocks,
+                positions,
+            } => {
                 let claim = self
                     .entries
                     .get_mut(&id)
@@ -305,7 +318,7 @@ impl EngineThread {
                             id,
                             claim,
                             blocks,
-                            tokens,
+                            positions,
                         })
                         .is_ok()
                 });
@@ -379,6 +392,15 @@ impl Drop for HeldBlocks {
         if let Some(engine) = self.engine.take() {
             engine.release_held(self.id);
         }
+    }
+}
+
+/// What neither instance computed for this request. A peer's number counts only as far as its KV was used.
+fn cached_anywhere(sources: PromptSources, prefill_cached: u32) -> u32 {
+    let handed_over = sources.cached + sources.remote;
+    match sources.remote {
+        0 => sources.cached,
+        _ => sources.cached.max(prefill_cached.min(handed_over)),
     }
 }
 

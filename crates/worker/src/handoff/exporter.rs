@@ -253,7 +253,7 @@ impl Exporter {
             let checksums = checksums(&unleased.shared.config.arena, &kv, &units)?;
             unleased.lease(kv, units, token_hash, checksums, nonce)
         };
-        let leased = match units.payload(units.blocks()) <= SEAL_INLINE_BYTES {
+        let leased = match units.payload(0..units.blocks()) <= SEAL_INLINE_BYTES {
             true => sealing()?,
             // If this wait is dropped the thread goes on, and what it leased is freed when its result is dropped.
             false => tokio::task::spawn_blocking(sealing)

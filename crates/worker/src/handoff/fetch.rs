@@ -6,6 +6,7 @@ use crate::handoff::pool::Connection;
 use crate::handoff::seal::{Checksum, Sealed, TokenHash, Units, token_hash, unit_checksum};
 use crate::handoff::wire::{Reply, Request, WireGeometry, WireHandle};
 use std::io::IoSliceMut;
+use std::ops::Range;
 use std::time::Duration;
 use tokio::time::Instant;
 use twinfer_engine::KvGeometry;
@@ -23,7 +24,8 @@ pub(crate) struct Fetch<'a> {
     shape: WireGeometry,
     units: Units,
     token_hash: TokenHash,
-    wanted: usize,
+    /// Blocks to fetch.
+    wanted: Range<usize>,
 }
 
 /// How a fetch over one connection ends badly.
@@ -43,17 +45,23 @@ impl<'a> Fetch<'a> {
         geometry: KvGeometry,
         shape: WireGeometry,
         prompt: &[TokenId],
-        tokens: u32,
+        positions: Range<u32>,
     ) -> Result<Self, ApiError> {
         let units = Units::new(geometry, handle.tokens)
             .filter(|units| units.blocks() == handle.blocks.len())
             .ok_or_else(|| corrupt(handle, "its size is impossible"))?;
-        if tokens > handle.tokens {
+        let (first, needed) = (positions.start as usize, positions.end);
+        if needed > handle.tokens {
             let covered = handle.tokens;
             return Err(corrupt(
                 handle,
-                &format!("it covers {covered} tokens, {tokens} are needed"),
+                &format!("it covers {covered} tokens, {needed} are needed"),
             ));
+        }
+        if positions.is_empty() || !first.is_multiple_of(geometry.block_size) {
+            return Err(internal(format!(
+                "KV of positions {positions:?} cannot be fetched: they begin no block, or are none"
+            )));
         }
         let covered = prompt.get(..handle.tokens as usize).ok_or_else(|| {
             corrupt(
@@ -65,7 +73,7 @@ impl<'a> Fetch<'a> {
                 ),
             )
         })?;
-        let wanted = units.blocks_for(tokens);
+        let wanted = first / geometry.block_size..units.blocks_for(needed);
         Ok(Self {
             handle,
             geometry,
@@ -78,12 +86,12 @@ impl<'a> Fetch<'a> {
 
     /// Bytes of the units that are fetched.
     pub(crate) fn payload(&self) -> u64 {
-        self.units.payload(self.wanted)
+        self.units.payload(self.wanted.clone())
     }
 
     /// Blocks that are fetched.
     pub(crate) fn blocks(&self) -> u32 {
-        u32::try_from(self.wanted).unwrap_or(u32::MAX)
+        u32::try_from(self.wanted.len()).unwrap_or(u32::MAX)
     }
 
     /// Takes the blocks to fill; from here to the last verified byte nobody else can touch them.
@@ -92,11 +100,11 @@ impl<'a> Fetch<'a> {
         arena: &'m BlockArena,
         blocks: &[BlockId],
     ) -> Result<Vec<BlockWrite<'m>>, ApiError> {
-        let blocks = blocks.get(..self.wanted).ok_or_else(|| {
+        let blocks = blocks.get(..self.wanted.len()).ok_or_else(|| {
             internal(format!(
                 "{} blocks are given for KV of {} blocks",
                 blocks.len(),
-                self.wanted
+                self.wanted.len()
             ))
         })?;
         blocks
@@ -123,6 +131,7 @@ impl<'a> Fetch<'a> {
             handle,
             token_hash: self.token_hash,
             tokens: self.handle.tokens,
+            first: u32::try_from(self.wanted.start).unwrap_or(u32::MAX),
             blocks: self.blocks(),
             geometry: self.shape,
         };
@@ -138,9 +147,8 @@ impl<'a> Fetch<'a> {
         self.verify_seal(&checksums)?;
         let window = (WINDOW_BYTES / self.units.bytes(0).max(1)).clamp(1, SLICES);
         for layer in 0..self.units.layers() {
-            for first in (0..self.wanted).step_by(window) {
-                let end = self.wanted.min(first + window);
-                let batch = &mut guards[first..end];
+            let mut first = self.wanted.start;
+            for batch in guards.chunks_mut(window) {
                 let mut slices = Vec::with_capacity(batch.len());
                 for (block, guard) in (first..).zip(batch.iter_mut()) {
                     let rows = guard
@@ -159,6 +167,7 @@ impl<'a> Fetch<'a> {
                         return Err(FetchError::Wrong(corrupt(self.handle, &what)));
                     }
                 }
+                first += batch.len();
             }
         }
         Ok(())

@@ -27,8 +27,9 @@ pub(crate) const HELLO_LEN: usize = 48;
 pub(crate) const PROOF_LEN: usize = 32;
 /// Bytes of a frame's tag.
 pub(crate) const TAG_LEN: usize = 16;
-/// Version of everything said on the KV channel; another one is refused. 2: fingerprints name the MTP layer.
-pub(crate) const VERSION: u16 = 2;
+/// Version of everything said on the KV channel, to be raised with any change of a message; another one is
+/// refused. 2: fingerprints name the MTP layer. 3: a pull names its first block.
+pub(crate) const VERSION: u16 = 3;
 
 const MAGIC: [u8; 8] = *b"twinfrKV";
 

@@ -112,6 +112,7 @@ impl Victim {
             handle: self.handle(),
             token_hash: token_hash(&PROMPT),
             tokens: 6,
+            first: 0,
             blocks: 2,
             geometry: WireGeometry::new(GEOMETRY).unwrap(),
         }

@@ -14,6 +14,7 @@ use crate::handoff::wire::{Refusal, ReleaseOutcome, Reply, Request, WireGeometry
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -224,7 +225,7 @@ impl Importer {
         tokens: u32,
     ) -> Result<FetchReport, ApiError> {
         let claim = self.claim(self.check(params)?);
-        claim.fetch(prompt, blocks, tokens, Use::Last).await
+        claim.fetch(prompt, blocks, 0..tokens, Use::Last).await
     }
 
     /// Releases a handle and waits for the answer; see [`Self::release_later`] for ways out that cannot
@@ -291,9 +292,9 @@ impl Claim {
         &self.handle
     }
 
-    /// Fills the first blocks of `blocks` with the KV of positions `0..tokens`, all of it verified.
-    /// `prompt` must begin with the tokens that the handle covers; `blocks` belong to nobody else while
-    /// this runs. What follows position `tokens` in the last block is undefined afterwards.
+    /// Fills the first blocks of `blocks` with the KV of `positions`, which begin a block, all of it
+    /// verified. `prompt` must begin with the tokens that the handle covers; `blocks` belong to nobody else
+    /// while this runs. What follows the last position in the last block is undefined afterwards.
     ///
     /// After an error, or when this is dropped, what is in the blocks is of no use. A connection that
     /// was idle and turns out dead is replaced once.
@@ -304,12 +305,12 @@ impl Claim {
         &self,
         prompt: &[TokenId],
         blocks: &[BlockId],
-        tokens: u32,
+        positions: Range<u32>,
         last: Use,
     ) -> Result<FetchReport, ApiError> {
         let shared = &self.importer.shared;
         let started = Instant::now();
-        let fetched = self.try_fetch(prompt, blocks, tokens, last).await;
+        let fetched = self.try_fetch(prompt, blocks, positions, last).await;
         match fetched {
             Ok((bytes, blocks)) => {
                 shared.counters.pulls.add(1);
@@ -331,18 +332,18 @@ impl Claim {
         &self,
         prompt: &[TokenId],
         blocks: &[BlockId],
-        tokens: u32,
+        positions: Range<u32>,
         last: Use,
     ) -> Result<(u64, u32), ApiError> {
         let shared = &self.importer.shared;
         let handle = &*self.handle;
-        if tokens == 0 {
+        if positions.is_empty() {
             // Nothing to read; a last use is then a release, sent when the claim is dropped.
             return Ok((0, 0));
         }
         let _running = Running::new(&self.running);
         let (geometry, shape) = (shared.config.geometry, shared.geometry);
-        let fetch = Fetch::new(handle, geometry, shape, prompt, tokens)?;
+        let fetch = Fetch::new(handle, geometry, shape, prompt, positions)?;
         let arena = Arc::clone(&shared.config.arena);
         let mut guards = fetch.guards(&arena, blocks)?;
         let mut fresh = false;

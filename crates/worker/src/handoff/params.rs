@@ -77,6 +77,7 @@ impl RemoteHandle {
             remote_port: Some(self.peer.port()),
             remote_block_size: Some(block_size),
             remote_num_tokens: Some(self.tokens),
+            remote_prefill_cached_tokens: None,
             last_token_id: last_token,
             prompt_token_ids: Some(prompt.to_vec()),
             other,

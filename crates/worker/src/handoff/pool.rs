@@ -259,7 +259,7 @@ pub(crate) fn channel_error(peer: &Peer, error: &ChannelError) -> ApiError {
     };
     // A release from here is refused for the same reason.
     let held = match error {
-        ChannelError::Hello(error) if error.is_about_keys() => {
+        ChannelError::Hello(_) => {
             "; the KV stays there until its lease ends or the router releases it"
         }
         _ => "",

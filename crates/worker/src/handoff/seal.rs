@@ -8,6 +8,7 @@
 use crate::handoff::lease::HandleId;
 use sha2::{Digest, Sha256};
 use std::fmt;
+use std::ops::Range;
 use std::str::FromStr;
 use twinfer_engine::KvGeometry;
 use twinfer_protocol::{BlockId, Epoch, TokenId};
@@ -149,9 +150,10 @@ impl Units {
         rows * self.geometry.width * self.geometry.value_bytes
     }
 
-    /// Bytes of the first `blocks` blocks in all layers.
-    pub(crate) fn payload(&self, blocks: usize) -> u64 {
-        let rows = self.tokens.min(blocks * self.geometry.block_size);
+    /// Bytes of these blocks in all layers.
+    pub(crate) fn payload(&self, blocks: Range<usize>) -> u64 {
+        let before = |block: usize| self.tokens.min(block * self.geometry.block_size);
+        let rows = before(blocks.end).saturating_sub(before(blocks.start));
         (rows * self.geometry.width * self.geometry.value_bytes * self.geometry.layers) as u64
     }
 }
@@ -197,8 +199,14 @@ mod tests {
             [40, 40, 10, 0]
         );
         assert_eq!(
-            [units.payload(0), units.payload(2), units.payload(3)],
-            [0, 240, 270]
+            [
+                units.payload(0..0),
+                units.payload(0..2),
+                units.payload(0..3),
+                units.payload(1..3),
+                units.payload(2..3)
+            ],
+            [0, 240, 270, 150, 30]
         );
         assert_eq!(
             [

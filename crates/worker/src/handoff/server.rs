@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::io::IoSlice;
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream};
@@ -328,11 +329,11 @@ impl Connection {
         let (reading, blocks) = self.admit(pull)?;
         let held = reading.held();
         let timeout = self.shared.config.timeout;
-        let payload = held.units.payload(blocks);
+        let payload = held.units.payload(blocks.clone());
         let pace = Pace::new(timeout, payload);
         let arena = Arc::clone(&self.shared.config.arena);
         // Held while sending: memory that is being read cannot be written, whatever becomes of the lease.
-        let guards = held.kv.blocks[..blocks]
+        let guards = held.kv.blocks[blocks.clone()]
             .iter()
             .map(|&id| arena.read(id))
             .collect::<Result<Vec<_>, _>>();
@@ -358,7 +359,8 @@ impl Connection {
         channel
             .write_units(&mut [IoSlice::new(held.checksums.as_flattened())], &pace)
             .await?;
-        self.send_units(channel, held, &guards, &pace).await?;
+        self.send_units(channel, held, blocks.start, &guards, &pace)
+            .await?;
         self.shared.counters.bytes.add(payload);
         match channel.receive::<Request>(Instant::now() + timeout).await? {
             Request::Done {
@@ -381,12 +383,13 @@ impl Connection {
         &self,
         channel: &mut Channel,
         held: &Held,
+        first: usize,
         guards: &[BlockRead<'_>],
         pace: &Pace,
     ) -> Result<(), Failure> {
         let mut batch: Vec<IoSlice<'_>> = Vec::with_capacity(SLICES);
         for layer in 0..held.units.layers() {
-            for (block, guard) in guards.iter().enumerate() {
+            for (block, guard) in (first..).zip(guards) {
                 let rows = guard
                     .unit(layer)
                     .and_then(|unit| unit.get(..held.units.bytes(block)));
@@ -403,12 +406,13 @@ impl Connection {
         Ok(channel.write_units(&mut batch, pace).await?)
     }
 
-    /// Pins the KV a pull asks for, if it may have it, and tells how many blocks it wants.
-    fn admit(&self, pull: &Request) -> Result<(Reading, usize), Failure> {
+    /// Pins the KV a pull asks for, if it may have it, and tells which blocks it wants.
+    fn admit(&self, pull: &Request) -> Result<(Reading, Range<usize>), Failure> {
         let Request::Pull {
             handle,
             ref token_hash,
             tokens,
+            first,
             blocks,
             geometry,
         } = *pull
@@ -444,15 +448,17 @@ impl Connection {
                 format!("handle {} is for other tokens", handle.id()),
             );
         }
-        let wanted = blocks as usize;
-        if wanted == 0 || wanted > held.kv.blocks.len() {
-            let has = held.kv.blocks.len();
-            return refuse(
+        let has = held.kv.blocks.len();
+        let first = first as usize;
+        match first.checked_add(blocks as usize) {
+            Some(end) if first < end && end <= has => Ok((reading, first..end)),
+            _ => refuse(
                 Refusal::Protocol,
-                format!("{wanted} blocks are asked for; handle has 1 to {has}"),
-            );
+                format!(
+                    "{blocks} blocks are asked for from number {first} on; handle has {has}, at least one must be asked for"
+                ),
+            ),
         }
-        Ok((reading, wanted))
     }
 
     fn renew(&self, handles: &[WireHandle]) -> Vec<bool> {

@@ -63,12 +63,13 @@ pub(crate) enum Request {
         /// The importer's.
         fingerprint: Fingerprint,
     },
-    /// Send the first `blocks` blocks of what is sealed under `handle`.
+    /// Send `blocks` blocks, from number `first` on, of what is sealed under `handle`.
     Pull {
         handle: WireHandle,
         token_hash: TokenHash,
         /// Tokens that the handle covers.
         tokens: u32,
+        first: u32,
         blocks: u32,
         geometry: WireGeometry,
     },

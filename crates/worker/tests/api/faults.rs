@@ -12,17 +12,17 @@ use twinfer_worker::{ExitClass, ServeError};
 
 const PATH: &str = "/v1/completions";
 /// Steps of the warm-up request, which are not held up.
-const WARM_UP: u64 = 2;
+pub(crate) const WARM_UP: u64 = 2;
 
 /// Holds each step until it is let go, and counts.
-struct Gate {
+pub(crate) struct Gate {
     steps: Arc<AtomicU64>,
     open: Arc<AtomicBool>,
     go: SyncSender<()>,
 }
 
 impl Gate {
-    fn new() -> (Self, Options) {
+    pub(crate) fn new() -> (Self, Options) {
         let (go, wait): (SyncSender<()>, Receiver<()>) = sync_channel(10_000);
         let (steps, open) = (
             Arc::new(AtomicU64::new(0)),
@@ -43,17 +43,17 @@ impl Gate {
     }
 
     /// Lets one step go.
-    fn step(&self) {
+    pub(crate) fn step(&self) {
         let _ = self.go.try_send(());
     }
 
     /// Lets all steps go from now on.
-    fn open(&self) {
+    pub(crate) fn open(&self) {
         self.open.store(true, Ordering::SeqCst);
         self.step();
     }
 
-    fn steps(&self) -> u64 {
+    pub(crate) fn steps(&self) -> u64 {
         self.steps.load(Ordering::SeqCst)
     }
 

@@ -1,3 +1,4 @@
+use crate::faults::{Gate, WARM_UP};
 use crate::support::{Answer, Options, Server, expected};
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -100,9 +101,13 @@ async fn a_pair_says_what_one_instance_says() {
             pair.idle().await;
         }
     }
-    assert_eq!(
-        by_source(&pair.decode, "external_kv_transfer").await,
-        f64::from(remote as u32)
+    // All of them begin alike: what decode has of a prompt is not fetched again.
+    let fetched = by_source(&pair.decode, "external_kv_transfer").await;
+    let cached = by_source(&pair.decode, "local_cache_hit").await;
+    assert_eq!(fetched + cached, f64::from(remote as u32));
+    assert!(
+        fetched > 199.0 && cached > 2.0 * 196.0,
+        "{fetched} {cached}"
     );
     assert_eq!(
         by_source(&pair.decode, "local_compute").await,
@@ -201,10 +206,44 @@ async fn several_choices_share_one_prompt() {
     let computed = by_source(&pair.prefill, "local_compute").await;
     let cached = by_source(&pair.prefill, "local_cache_hit").await;
     assert_eq!((computed, cached), (23.0 + 4.0 * 3.0, 4.0 * 20.0));
-    // One choice fetches, the others share with it.
+    // One choice fetches, the others share with it; so do the later requests.
     let fetched = by_source(&pair.decode, "external_kv_transfer").await;
     let shared = by_source(&pair.decode, "local_cache_hit").await;
-    assert_eq!((fetched, shared), (5.0 * 22.0, 5.0 * 2.0 * 20.0));
+    assert_eq!(
+        (fetched, shared),
+        (22.0 + 4.0 * 2.0, 4.0 * 20.0 + 5.0 * 2.0 * 20.0)
+    );
+}
+
+/// Nothing is fetched of a prompt that decode has already: prefill gets its blocks back when the answer
+/// begins, not with its end, and the prompt is no longer under a lease then.
+#[tokio::test]
+async fn kv_that_decode_has_is_released_at_prefill_when_the_answer_begins() {
+    let (gate, mut gated) = Gate::new();
+    gated.config.role = Role::Decode;
+    let mut open = Options::default();
+    open.config.role = Role::Prefill;
+    let pair = Pair {
+        prefill: Server::start(open).await,
+        decode: Server::start(gated).await,
+    };
+    // Whole blocks but for the last token.
+    let prompt = "it is of twenty-one t";
+    gate.step();
+    pair.both(PATH, &json!({"prompt": prompt, "max_tokens": 1}))
+        .await;
+    let mut body = json!({"prompt": prompt, "max_tokens": 9, "stream": true});
+    body["kv_transfer_params"] = pair.handle(PATH, &body).await;
+    gate.step();
+    let mut stream = pair.decode.client.open(PATH, &body).await;
+    assert!(stream.chunk().await.is_some());
+    pair.prefill.kv_idle(AT_ONCE).await;
+    assert!(gate.steps() <= WARM_UP + 3, "the answer goes on");
+    gate.open();
+    assert!(stream.whole().await.text().ends_with("data: [DONE]\n\n"));
+    let fetched = by_source(&pair.decode, "external_kv_transfer").await;
+    assert_eq!(fetched, 20.0, "the first time only");
+    pair.idle().await;
 }
 
 #[tokio::test]

@@ -152,7 +152,7 @@ impl Stage {
         let fetch = async |last: Use| {
             let targets = self.target.take(count).await;
             let wanted = fate.tokens - 1;
-            let fetched = claim.fetch(&prompt, &targets, wanted as u32, last).await;
+            let fetched = claim.fetch(&prompt, &targets, 0..wanted as u32, last).await;
             match &fetched {
                 Ok(_) => assert!(
                     self.decode.memory.holds(&targets, wanted, seed(&prompt)),
@@ -178,7 +178,7 @@ impl Stage {
             Act::Cancel(after) => {
                 let targets = self.target.take(count).await;
                 let wanted = fate.tokens as u32 - 1;
-                let fetch = claim.fetch(&prompt, &targets, wanted, Use::Last);
+                let fetch = claim.fetch(&prompt, &targets, 0..wanted, Use::Last);
                 let _ = timeout(Duration::from_micros(after), fetch).await;
                 // The blocks are free as soon as the fetch is dropped.
                 targets

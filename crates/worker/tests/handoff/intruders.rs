@@ -5,11 +5,14 @@ use crate::support::{Decode, Options, Prefill, eventually, prompt, redirect, see
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::TcpStream;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 use twinfer_protocol::ErrorKind;
 use twinfer_worker::handoff::RejectionCounts;
+
+/// Of the KV channel's protocol.
+const VERSION: u16 = 3;
 
 /// A well-formed hello of an importer that has a key.
 fn hello(version: u16) -> Vec<u8> {
@@ -81,18 +84,51 @@ async fn foreign_protocols_are_closed_without_a_word() {
 async fn another_version_is_told_ours_and_closed() {
     let options = Options::default();
     let prefill = Prefill::start(&options).await;
-    for version in [0, 1, 3, 0xffff] {
+    for version in [0, VERSION - 1, VERSION + 1, 0xffff] {
         let heard = say(&prefill, &hello(version)).await;
-        assert_eq!((heard.len(), &heard[..10]), (48, &b"twinfrKV\x02\0"[..]));
+        assert_eq!((heard.len(), &heard[..10]), (48, &hello(VERSION)[..10]));
     }
     assert_eq!(prefill.exporter.stats().rejections.version, 4);
+}
+
+/// An exporter of a release whose messages look otherwise ends the request, with both versions named.
+#[tokio::test]
+async fn a_prefill_instance_of_another_version_is_refused_by_name() {
+    let options = Options::default();
+    let (prefill, decode) = (Prefill::start(&options).await, Decode::start(&options));
+    let prompt = prompt(1, 9);
+    let params = prefill.hold(&prompt, &[0, 1, 2]).await;
+    for version in [VERSION - 1, VERSION + 1] {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let elsewhere = redirect(&params, listener.local_addr().unwrap());
+        let mut tasks = JoinSet::new();
+        tasks.spawn(async move {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut theirs = [0; 48];
+            stream.read_exact(&mut theirs).await.unwrap();
+            let mut ours = hello(version);
+            ours[10] = 2;
+            stream.write_all(&ours).await.unwrap();
+            // Nothing else is said to it.
+            assert_eq!(stream.read(&mut theirs).await.unwrap_or(0), 0);
+        });
+        let fetched = decode
+            .importer
+            .fetch(&elsewhere, &prompt, &[5, 6, 7], 8)
+            .await;
+        let error = fetched.unwrap_err();
+        assert_eq!(error.kind, ErrorKind::KvMismatch, "{error}");
+        let named = format!("speaks version {version} of the KV channel's protocol, not {VERSION}");
+        assert!(error.message.contains(&named), "{error}");
+        tasks.join_next().await.unwrap().unwrap();
+    }
 }
 
 #[tokio::test]
 async fn a_wrong_proof_gets_no_proof() {
     let options = Options::default();
     let (prefill, decode) = (Prefill::start(&options).await, Decode::start(&options));
-    let mut bytes = hello(2);
+    let mut bytes = hello(VERSION);
     bytes.extend([7; 32]);
     bytes.extend([0xff; 4096]);
     // Its hello and a refusal, the same for everybody, where a proof would stand.
@@ -111,7 +147,8 @@ async fn a_wrong_proof_gets_no_proof() {
 async fn half_a_message_and_silence_is_closed() {
     let options = Options::default();
     let (prefill, decode) = (Prefill::start(&options).await, Decode::start(&options));
-    let (nothing, half_hello, no_proof) = (Vec::new(), hello(2)[..20].to_vec(), hello(2));
+    let (nothing, half_hello, no_proof) =
+        (Vec::new(), hello(VERSION)[..20].to_vec(), hello(VERSION));
     let began = Instant::now();
     tokio::join!(
         say(&prefill, &nothing),
@@ -199,7 +236,7 @@ async fn a_thousand_silent_connections_do_not_keep_peers_out() {
             let mut stream = TcpStream::connect(addr).await.unwrap();
             // Every third begins well.
             let bytes = if number % 3 == 0 {
-                hello(2)
+                hello(VERSION)
             } else {
                 Vec::new()
             };

@@ -67,7 +67,7 @@ async fn a_claim_keeps_its_lease_and_its_end_releases_it() {
     sleep(options.lease * 3).await;
     assert_eq!(prefill.exporter.stats().leases, 1);
     claim
-        .fetch(&prompt, &[5, 6, 7], 8, Use::More)
+        .fetch(&prompt, &[5, 6, 7], 0..8, Use::More)
         .await
         .unwrap();
     let began = Instant::now();
@@ -183,7 +183,7 @@ async fn peers_that_are_silent_do_not_delay_renewals_to_others() {
     let mut fetches = JoinSet::new();
     for block in 0..FETCHES {
         let (claim, prompt) = (claim(&elsewhere), prompt.clone());
-        fetches.spawn(async move { claim.fetch(&prompt, &[block], 2, Use::Last).await });
+        fetches.spawn(async move { claim.fetch(&prompt, &[block], 0..2, Use::Last).await });
     }
     sleep(options.lease * 2).await;
     assert_eq!(prefill.exporter.stats().expired, 0);
@@ -402,7 +402,7 @@ async fn a_reader_that_goes_silent_loses_its_pin() {
     let mut tasks = JoinSet::new();
     tasks.spawn(async move {
         claim
-            .fetch(&prompt, &all_blocks(), LARGE_TOKENS as u32, Use::Last)
+            .fetch(&prompt, &all_blocks(), 0..LARGE_TOKENS as u32, Use::Last)
             .await
     });
     eventually("it reads", || prefill.exporter.stats().readers == 1).await;
@@ -616,7 +616,7 @@ async fn a_server_that_stops_ends_reads_and_lets_go_of_memory() {
     let reads = Arc::clone(&claim);
     tasks.spawn(async move {
         reads
-            .fetch(&prompt, &all_blocks(), LARGE_TOKENS as u32, Use::Last)
+            .fetch(&prompt, &all_blocks(), 0..LARGE_TOKENS as u32, Use::Last)
             .await
     });
     eventually("it reads", || prefill.exporter.stats().readers == 1).await;

@@ -74,6 +74,52 @@ async fn a_prompt_of_every_length_around_block_borders_arrives() {
     prefill.shut_down().await;
 }
 
+/// Of a prompt whose beginning decode has in its cache only the rest travels, and no other block is touched.
+#[tokio::test]
+async fn a_rest_that_begins_at_any_block_arrives_alone() {
+    let options = Options::default();
+    let (prefill, decode) = (Prefill::start(&options).await, Decode::start(&options));
+    let block = options.geometry.block_size;
+    let tokens = 4 * block + 2;
+    let all = [9, 3, 17, 5, 11];
+    for first in 0..all.len() {
+        let prompt = prompt(first as u32, tokens);
+        let params = prefill.hold(&prompt, &[0, 1, 2, 3, 4]).await;
+        decode.memory.fill(&all, tokens, seed(&[99]));
+        decode.memory.fill(&all[..first], tokens, seed(&prompt));
+        let importer = &decode.importer;
+        let claim = importer.claim(importer.check(&params).unwrap());
+        let before = importer.stats().bytes;
+        let rest = (first * block) as u32..tokens as u32 - 1;
+        let report = claim
+            .fetch(&prompt, &all[first..], rest, Use::Last)
+            .await
+            .unwrap();
+        drop(claim);
+        assert!(
+            decode.memory.holds(&all, tokens - 1, seed(&prompt)),
+            "from block {first} on"
+        );
+        let row = options.geometry.width * options.geometry.value_bytes;
+        let bytes = ((tokens - first * block) * row * options.geometry.layers) as u64;
+        assert_eq!((report.blocks as usize, report.bytes), (5 - first, bytes));
+        assert_eq!(importer.stats().bytes - before, bytes);
+        prefill.freed(1).await;
+    }
+    // What begins inside a block cannot be put there without what is before it.
+    let prompt = prompt(9, tokens);
+    let params = prefill.hold(&prompt, &[0, 1, 2, 3, 4]).await;
+    let claim = decode
+        .importer
+        .claim(decode.importer.check(&params).unwrap());
+    let fetched = claim.fetch(&prompt, &all, 2..8, Use::Last).await;
+    assert_eq!(fetched.unwrap_err().kind, ErrorKind::Internal);
+    drop(claim);
+    prefill.freed(1).await;
+    prefill.is_idle().await;
+    decode.is_idle().await;
+}
+
 #[tokio::test]
 async fn bytes_behind_the_last_token_neither_count_nor_travel() {
     let options = Options::default();
@@ -146,7 +192,10 @@ async fn several_choices_read_one_handle_and_the_last_one_out_releases_it() {
     );
     for choice in 0..3_u32 {
         let targets = [choice * 3, choice * 3 + 1, choice * 3 + 2];
-        claim.fetch(&prompt, &targets, 8, Use::More).await.unwrap();
+        claim
+            .fetch(&prompt, &targets, 0..8, Use::More)
+            .await
+            .unwrap();
         assert!(decode.memory.holds(&targets, 8, seed(&prompt)));
     }
     assert_eq!(
@@ -171,11 +220,11 @@ async fn the_last_of_concurrent_fetches_does_not_take_the_kv_from_the_others() {
     let claim = decode
         .importer
         .claim(decode.importer.check(&params).unwrap());
-    let slow = claim.fetch(&prompt, &[0, 1, 2], 8, Use::More);
+    let slow = claim.fetch(&prompt, &[0, 1, 2], 0..8, Use::More);
     let quick = async {
         // The slow one has the connection that is slow.
         eventually("it dials", || proxy.connections.load(Relaxed) == 1).await;
-        let fetched = claim.fetch(&prompt, &[3, 4, 5], 8, Use::Last).await;
+        let fetched = claim.fetch(&prompt, &[3, 4, 5], 0..8, Use::Last).await;
         assert_eq!(
             prefill.exporter.stats().leases,
             1,
@@ -289,14 +338,14 @@ async fn blocks_that_cannot_be_filled_are_an_error_of_ours() {
     let in_use = decode.memory.arena.read(6).unwrap();
     for targets in [&[5, 6, 7][..], &[5, 5, 7], &[5, BLOCKS, 7], &[5]] {
         let error = claim
-            .fetch(&prompt, targets, 8, Use::Last)
+            .fetch(&prompt, targets, 0..8, Use::Last)
             .await
             .unwrap_err();
         assert_eq!(error.kind, ErrorKind::Internal, "{targets:?}");
     }
     drop(in_use);
     claim
-        .fetch(&prompt, &[5, 6, 7], 8, Use::Last)
+        .fetch(&prompt, &[5, 6, 7], 0..8, Use::Last)
         .await
         .unwrap();
     drop(claim);

@@ -35,16 +35,26 @@ async fn pulls_that_ask_for_what_is_not_theirs_are_refused() {
         tokens,
         blocks,
         geometry,
+        ..
     } = victim.pull()
     else {
         unreachable!()
     };
     let mut other_hash = token_hash;
     other_hash[0] ^= 1;
+    let part = |first, blocks| Request::Pull {
+        handle,
+        token_hash,
+        tokens,
+        first,
+        blocks,
+        geometry,
+    };
     let pull = |handle, token_hash, tokens, blocks, geometry| Request::Pull {
         handle,
         token_hash,
         tokens,
+        first: 0,
         blocks,
         geometry,
     };
@@ -119,6 +129,11 @@ async fn pulls_that_ask_for_what_is_not_theirs_are_refused() {
             pull(handle, token_hash, tokens, u32::MAX, geometry),
             Refusal::Protocol,
         ),
+        (part(1, 2), Refusal::Protocol),
+        (part(2, 0), Refusal::Protocol),
+        (part(2, 1), Refusal::Protocol),
+        (part(u32::MAX, 1), Refusal::Protocol),
+        (part(u32::MAX, u32::MAX), Refusal::Protocol),
         (
             pull(
                 handle,

@@ -21,8 +21,14 @@ fn message() -> impl Strategy<Value = Request> {
         Just(Request::Open {
             fingerprint: Fingerprint::default()
         }),
-        (handle(), any::<bool>(), number(), number(), number()).prop_map(
-            |(handle, right, tokens, blocks, layers)| {
+        (
+            handle(),
+            any::<bool>(),
+            number(),
+            [number(), number()],
+            number()
+        )
+            .prop_map(|(handle, right, tokens, [first, blocks], layers)| {
                 let token_hash = if right { token_hash(&PROMPT) } else { [0; 32] };
                 let geometry = WireGeometry {
                     layers,
@@ -34,11 +40,11 @@ fn message() -> impl Strategy<Value = Request> {
                     handle,
                     token_hash,
                     tokens,
+                    first,
                     blocks,
                     geometry,
                 }
-            }
-        ),
+            }),
         (handle(), any::<bool>()).prop_map(|(handle, release)| Request::Done { handle, release }),
         handle().prop_map(|handle| Request::Release { handle }),
         proptest::collection::vec(handle(), 0..4).prop_map(|handles| Request::Renew { handles }),
