@@ -11,8 +11,8 @@ use crate::scheduler::{FetchEnd, NewSeq, Plan, Scheduler, StepLimits};
 use crate::speculation::DraftLength;
 use crate::{
     DraftWork, EngineConfig, EngineStats, Event, ExecError, Executor, FinishReason, KvGeometry,
-    KvOutcome, KvSource, MAX_DRAFTS, PromptTokenTotals, Request, RequestId, SeqWork,
-    SpeculationStats, StepOutput,
+    KvOutcome, KvSource, Logprob, MAX_DRAFTS, PromptTokenTotals, Request, RequestId, SeqWork,
+    SpeculationStats, StepOutput, TokenLogprobs,
 };
 use sequence::Sequence;
 use std::collections::HashMap;
@@ -28,6 +28,31 @@ const MAX_SCORED_LOGITS: usize = 16 << 20;
 /// Prompt tokens of one step whose logits may be wanted.
 fn max_scored_tokens(vocab: usize) -> usize {
     (MAX_SCORED_LOGITS / vocab.max(1)).max(1)
+}
+
+/// Most that log-probabilities of prompts take until their prompts are computed, those of one request aside.
+const MAX_SCORE_BYTES: usize = 48 << 20;
+
+/// Bytes that log-probabilities of a prompt's token take, with `top` of the best tokens.
+fn token_score_bytes(top: usize) -> usize {
+    /// What an allocation takes beside its content.
+    const ALLOCATION: usize = 16;
+    size_of::<TokenLogprobs>() + top.saturating_mul(size_of::<Logprob>()) + ALLOCATION
+}
+
+/// Bytes that the log-probabilities of a request's prompt take, 0 if they are not wanted.
+fn score_bytes(request: &Request) -> usize {
+    let top = request.params.prompt_logprobs;
+    top.map_or(0, |top| {
+        token_score_bytes(top as usize).saturating_mul(request.prompt.len())
+    })
+}
+
+/// Most bytes that log-probabilities of prompts take in an engine of such limits.
+pub(crate) fn most_score_bytes(max_model_len: usize, seqs: usize) -> u64 {
+    let top = SamplingLimits::default().max_logprobs as usize;
+    let one = token_score_bytes(top).saturating_mul(max_model_len);
+    one.saturating_mul(seqs).min(MAX_SCORE_BYTES.max(one)) as u64
 }
 
 /// Most rows of logits of a step: one for each sequence and each of its drafts, and those of prompts whose
@@ -156,6 +181,7 @@ impl Engine {
             max_num_seqs: config.max_num_seqs as usize,
             max_num_batched_tokens: config.max_num_batched_tokens as usize,
             max_scored_tokens: max_scored_tokens(executor.vocab_size()),
+            max_score_bytes: MAX_SCORE_BYTES,
             prefill_any_interval: config.prefill_any_interval as usize,
             max_drafts: num_drafts as usize,
         };
@@ -249,7 +275,7 @@ impl Engine {
             remote: request.kv == KvSource::Remote,
             keys,
             caches: self.config.enable_prefix_caching,
-            scored: request.params.prompt_logprobs.is_some(),
+            score_bytes: score_bytes(&request),
             leader: request.leader,
         };
         if !self.scheduler.add(request.id, new) {

@@ -1,6 +1,6 @@
 //! From a model directory to an executor: check everything, then read the weights.
 
-use crate::core::max_logits_rows;
+use crate::core::{max_logits_rows, most_score_bytes};
 use crate::executor::CpuExecutor;
 use crate::model::{Builder, Decoder, MODEL_REVISION, Packing};
 use crate::sharing::{self, Claim, PackLock, Patience, SHARED_NAME, Segment, Sharing, shared_room};
@@ -111,7 +111,7 @@ pub struct CheckedModel {
     pub shared_bytes: u64,
     /// Bytes of weights to be read from files.
     pub file_bytes: u64,
-    /// Bytes of the largest step's buffers.
+    /// Bytes of the largest step's buffers, and of log-probabilities of prompts.
     pub workspace_bytes: u64,
     /// Bytes that packing the weights takes for a while, before there are workspace and KV.
     pub loading_bytes: u64,
@@ -242,6 +242,7 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
     };
 
     let packing = packing(options, &checkpoint);
+    packing.check(&specs)?;
     let weight_bytes =
         packing
             .bytes(&config, &specs, &checkpoint)
@@ -258,7 +259,9 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
         Some(Claim::Ready(_)) => weight_bytes,
         _ => 0,
     };
-    let workspace_bytes = config.workspace_bytes(&step_size(&config, options));
+    let workspace_bytes = config
+        .workspace_bytes(&step_size(&config, options))
+        .saturating_add(most_score_bytes(max_model_len, options.max_num_seqs));
     let loading_bytes = match shared_bytes {
         0 => packing.loading_bytes(&specs, &checkpoint, options.threads),
         _ => 0,

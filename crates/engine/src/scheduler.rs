@@ -21,6 +21,7 @@
 //! * With `prefill_any_interval` N, prompts are computed in every Nth step at most while others generate.
 //! * A sequence is admitted with the longest prefix that is cached, but at least its last token is
 //!   computed, because its logits are needed. Of KV that comes from elsewhere only the rest is fetched.
+//! * Sequences whose prompts are scored wait until their scores fit beside those that are being made.
 //! * A sequence that has the same prompt as an earlier one waits until that one's prompt is computed,
 //!   then shares it. Meanwhile others pass: that prompt may be on its way from another instance.
 //!
@@ -56,6 +57,9 @@ pub struct StepLimits {
     pub max_num_batched_tokens: usize,
     /// Prompt tokens of one step of sequences that want logits of each; 0 counts as 1.
     pub max_scored_tokens: usize,
+    /// Bytes that log-probabilities of prompts take together until their prompts are computed; one sequence
+    /// alone may take more.
+    pub max_score_bytes: usize,
     /// Steps from one that computes prompts to the next while others generate; 0 counts as 1.
     pub prefill_any_interval: usize,
     /// Most drafts of a sequence in a step.
@@ -77,8 +81,9 @@ pub struct NewSeq {
     pub keys: Vec<BlockKey>,
     /// It uses the cache, though its prompt may be too short for a key.
     pub caches: bool,
-    /// Logits of every prompt token are wanted, so no prefix is taken from the cache.
-    pub scored: bool,
+    /// Bytes that the log-probabilities of its prompt take, if they are wanted: then no prefix is taken from
+    /// the cache.
+    pub score_bytes: usize,
     /// An earlier sequence of the same prompt and keys.
     pub leader: Option<RequestId>,
 }
@@ -176,6 +181,8 @@ pub struct Scheduler {
     fetching: usize,
     /// Blocks of sequences that are gone while their fetch still runs.
     cancelling: HashMap<RequestId, Vec<BlockId>>,
+    /// Bytes of log-probabilities of prompts that are being computed.
+    score_bytes: usize,
     /// Blocks of finished sequences, kept for a decode instance.
     held: HashMap<RequestId, Vec<BlockId>>,
     arrivals: u64,
@@ -206,7 +213,8 @@ struct Seq {
     drafts: usize,
     /// The prompt's KV comes from elsewhere (until it has come or failed).
     remote: bool,
-    scored: bool,
+    /// Until its prompt is computed.
+    score_bytes: usize,
     leader: Option<RequestId>,
     /// The prompt has been looked for in the cache.
     looked: bool,
@@ -242,6 +250,7 @@ impl Scheduler {
             running: BTreeMap::new(),
             fetching: 0,
             cancelling: HashMap::new(),
+            score_bytes: 0,
             held: HashMap::new(),
             arrivals: 0,
             turns: 0,
@@ -276,7 +285,7 @@ impl Scheduler {
             settled: 0,
             drafts: 0,
             remote: new.remote && new.prompt_len > 1,
-            scored: new.scored,
+            score_bytes: new.score_bytes,
             leader: new.leader.filter(|leader| *leader != id),
             looked: false,
             caches: new.caches,
@@ -339,6 +348,10 @@ impl Scheduler {
             self.pool.name(block, key);
         }
         seq.settled = seq.settled.max(end.min(seq.computed));
+        if seq.state == State::Running && seq.computed >= seq.prompt_len {
+            // The scores of its prompt are out.
+            self.score_bytes -= std::mem::take(&mut seq.score_bytes);
+        }
     }
 
     /// Blocks of a sequence in order of position; empty if it has none.
@@ -492,6 +505,14 @@ impl Scheduler {
             tables.map(Vec::as_slice),
             self.held.values().map(Vec::as_slice),
         )?;
+        let running = self.seqs.values().filter(|s| s.state == State::Running);
+        let score_bytes: usize = running.map(|seq| seq.score_bytes).sum();
+        if score_bytes != self.score_bytes {
+            let counted = self.score_bytes;
+            return Err(format!(
+                "{counted} bytes of scores counted, {score_bytes} held"
+            ));
+        }
         let mut fetching = 0;
         for (id, seq) in &self.seqs {
             let waiting = self.waiting.get(&seq.arrival) == Some(id);
@@ -529,7 +550,10 @@ impl Scheduler {
         let seq = self.seqs.remove(&id)?;
         match seq.state {
             State::Waiting => drop(self.waiting.remove(&seq.arrival)),
-            State::Running => drop(self.running.remove(&seq.arrival)),
+            State::Running => {
+                self.running.remove(&seq.arrival);
+                self.score_bytes -= seq.score_bytes;
+            }
             State::Fetching => self.fetching -= 1,
         }
         Some(seq)

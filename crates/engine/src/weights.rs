@@ -19,11 +19,11 @@ mod shard;
 
 pub(crate) use files::{inside, read_text};
 pub use hub::hub_revision;
-pub(crate) use scheme::{Format, Scheme};
+pub(crate) use scheme::{Format, Scheme, fused, too_long_for};
 pub use shard::WeightDtype;
 
 use files::WeightFiles;
-use scheme::{telltale, unequal_partners};
+use scheme::{telltale, too_long, unequal_partners};
 use shard::{Info, Place, Shard};
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt::Write;
@@ -241,6 +241,7 @@ impl Checkpoint {
             }
         }
         wrong.extend(unequal_partners(specs, &schemes));
+        wrong.extend(too_long(specs, &schemes));
         let spare_head = found
             .get("lm_head.weight")
             .filter(|_| specs.tied_head)

@@ -4,7 +4,9 @@
 
 use std::path::Path;
 use twinfer_config::Dtype;
-use twinfer_engine::{CpuExecutor, DraftWork, Executor, KvMemory, LoadOptions, SeqWork, load};
+use twinfer_engine::{
+    CpuExecutor, DraftWork, Executor, KvMemory, LoadOptions, SeqWork, check, load,
+};
 
 const SEQUENCES: usize = 16;
 const WARM: usize = 40;
@@ -89,4 +91,43 @@ fn decode_steps_of_sixteen_sequences_allocate_nothing() {
         }
     }
     assert_eq!(most, 0);
+}
+
+/// What packing takes beside the packed weights is in the plan, also where blocks are decoded first.
+#[test]
+fn loading_takes_what_the_plan_says() {
+    let testdata = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata");
+    for path in [
+        "gguf/mixtral.gguf",
+        "gguf/llama.gguf",
+        "golden/llama",
+        "golden/w8a8/qwen3_moe_compressed",
+    ] {
+        for (dtype, quantize) in [
+            (Dtype::F32, false),
+            (Dtype::Bf16, false),
+            (Dtype::Bf16, true),
+        ] {
+            let options = LoadOptions {
+                dtype,
+                quantize,
+                kv: KvMemory::Blocks(4),
+                ..LoadOptions::default()
+            };
+            let checked = check(&testdata.join(path), &options).unwrap();
+            let (planned, weights) = (checked.loading_bytes, checked.weight_bytes);
+            let mut loaded = None;
+            let info = allocation_counter::measure(|| loaded = Some(checked.load(&options)));
+            assert!(loaded.unwrap().is_ok());
+            let (most, left) = (info.bytes_max, info.bytes_current);
+            let numbers = format!(
+                "{path} {dtype:?}, int8 {quantize}: at most {most}, {left} afterwards; planned {planned} beside {weights}"
+            );
+            println!("{numbers}");
+            assert!(most > planned / 2, "{numbers}");
+            assert!(most <= planned + (16 << 10), "{numbers}");
+            // All weights lie where they were planned.
+            assert!(left < 16 << 10, "{numbers}");
+        }
+    }
 }

@@ -163,13 +163,15 @@ impl Format {
     }
 }
 
-/// Longest int8 row: k products of -128 and -128 fit an i32; with a static offset k of 255 and 128.
-fn max_int8_k(activation: Activation) -> usize {
-    let step = match activation {
-        Activation::PerToken => 128,
-        Activation::Static { .. } => 255,
-    };
-    i32::MAX as usize / (128 * step)
+impl Activation {
+    /// Longest int8 row k: k products of −128 and −128 fit an i32; with a static offset k of 255 and 128.
+    pub const fn longest_row(self) -> usize {
+        let step = match self {
+            Self::PerToken => 128,
+            Self::Static { .. } => 255,
+        };
+        i32::MAX as usize / (128 * step)
+    }
 }
 
 impl Weight {
@@ -435,7 +437,7 @@ fn joint_shape(parts: &[&Matrix]) -> Result<(usize, usize, DType), KernelError> 
 
 fn checked_bytes(format: Format, n: usize, k: usize) -> Result<usize, KernelError> {
     if let Format::Int8(activation) = format {
-        let most = max_int8_k(activation);
+        let most = activation.longest_row();
         ensure_shape!(
             k <= most,
             "int8 rows of {k} values: sums of more than {most} do not fit 32 bits"

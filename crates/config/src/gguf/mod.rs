@@ -14,15 +14,18 @@ mod tokenizer;
 pub use tensors::{GgufPart, GgufTensor, GgufType};
 
 use std::collections::BTreeMap;
+use std::fs::{File, Metadata};
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use twinfer_sys::file::{FileError, open_regular, refuse_lfs_pointer};
 
-/// The header of a GGUF file, checked against the file's size.
+/// An open GGUF file, its header checked against its size.
 #[derive(Debug)]
 pub struct Gguf {
     path: PathBuf,
+    file: File,
+    meta: Metadata,
     metadata: BTreeMap<String, MetaValue>,
     tensors: Vec<GgufTensor>,
 }
@@ -89,7 +92,7 @@ impl Gguf {
         let read = file.read_at(&mut start, 0).map_err(io)?;
         refuse_lfs_pointer(&start[..read], size).map_err(refused)?;
         let header =
-            read::header(io::BufReader::with_capacity(1 << 20, file), size).map_err(|error| {
+            read::header(io::BufReader::with_capacity(1 << 20, &file), size).map_err(|error| {
                 match error {
                     read::ReadError::Io(source) => io(source),
                     read::ReadError::Bad(reason) => GgufError::File {
@@ -100,6 +103,8 @@ impl Gguf {
             })?;
         Ok(Self {
             path: path.to_owned(),
+            file,
+            meta,
             metadata: header.metadata,
             tensors: header.tensors,
         })
@@ -108,6 +113,16 @@ impl Gguf {
     /// File.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The open file.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// What the system said of the file before its header was read.
+    pub fn meta(&self) -> &Metadata {
+        &self.meta
     }
 
     /// A value of the metadata.

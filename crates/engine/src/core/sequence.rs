@@ -79,6 +79,12 @@ impl Sequence {
         self.tokens.truncate(self.known + n);
     }
 
+    /// Its KV is gone, and with it what was scored of a prompt that was not computed to its end.
+    pub(super) fn preempted(&mut self) {
+        self.cut_drafts(0);
+        self.prompt_logprobs = Vec::new();
+    }
+
     /// Proposes tokens; earlier drafts are gone.
     pub(super) fn propose(&mut self, drafts: &[TokenId]) {
         self.cut_drafts(0);
@@ -128,6 +134,10 @@ impl Sequence {
                 break;
             };
             if position == self.prompt_logprobs.len() {
+                if position == 0 {
+                    let rest = self.request.prompt.len() - 1;
+                    self.prompt_logprobs.reserve_exact(rest);
+                }
                 let mut top = Vec::with_capacity(k as usize);
                 let own = sampler.score(row, token, k, &mut top)?;
                 self.prompt_logprobs.push((own, top));

@@ -62,7 +62,7 @@ impl Engine {
         }
         for id in &plan.preempted {
             if let Some(sequence) = self.sequences.get_mut(id) {
-                sequence.cut_drafts(0);
+                sequence.preempted();
             }
         }
         for hit in &plan.hits {

@@ -1,7 +1,7 @@
 //! What becomes of stored weights, and how much memory that takes.
 
-use crate::weights::{Checkpoint, Scheme, WeightDtype};
-use std::collections::BTreeMap;
+use crate::weights::{Checkpoint, Scheme, WeightDtype, WeightsError, fused, too_long_for};
+use std::collections::{BTreeMap, HashMap};
 use twinfer_config::ModelConfig;
 use twinfer_config::model::{AttentionConfig, MlaConfig, TensorKind, TensorSpec, TensorSpecs};
 use twinfer_kernels::{Activation, Compute, DType, Format, Weight};
@@ -25,6 +25,27 @@ impl Packing {
         }
     }
 
+    /// Refuses matrices that cannot become int8.
+    pub(crate) fn check(self, specs: &TensorSpecs) -> Result<(), WeightsError> {
+        let becomes_int8 = |spec: &&TensorSpec| match spec.kind {
+            TensorKind::Linear => !spec.name.ends_with("kv_b_proj.weight"),
+            TensorKind::Embedding => specs.tied_head,
+            _ => false,
+        };
+        let linear = specs.tensors.iter().filter(becomes_int8);
+        let wrong: Vec<String> = linear
+            .filter(|_| self.quantize)
+            .filter_map(|spec| too_long_for(spec, Activation::PerToken))
+            .collect();
+        match wrong.is_empty() {
+            true => Ok(()),
+            false => Err(WeightsError::Tensors {
+                missing: Vec::new(),
+                wrong,
+            }),
+        }
+    }
+
     /// Bytes that the weights of `specs` will take, `None` on overflow. Fused matrices take a little less.
     pub(crate) fn bytes(
         self,
@@ -36,9 +57,19 @@ impl Packing {
             AttentionConfig::Mla(mla) => Some(mla),
             AttentionConfig::Gqa(_) => None,
         };
+        // Parts of different types that lie in one weight as they are stored are made f32.
+        let mut types: HashMap<(&str, &str), DType> = HashMap::new();
+        for spec in &specs.tensors {
+            let stored = stored_type(spec, checkpoint);
+            let joint = types.entry(fused(spec)).or_insert(stored);
+            if *joint != stored {
+                *joint = DType::F32;
+            }
+        }
         let mut total = 0u64;
         for spec in &specs.tensors {
-            let bytes = self.tensor_bytes(spec, mla, checkpoint)?;
+            let joint = types.get(&fused(spec)).copied();
+            let bytes = self.tensor_bytes(spec, joint?, mla, checkpoint)?;
             total = total.checked_add(bytes as u64)?;
             if specs.tied_head && spec.kind == TensorKind::Embedding {
                 let stored = stored_type(spec, checkpoint);
@@ -111,6 +142,7 @@ impl Packing {
     fn tensor_bytes(
         self,
         spec: &TensorSpec,
+        joint: DType,
         mla: Option<&MlaConfig>,
         checkpoint: &Checkpoint,
     ) -> Option<usize> {
@@ -125,7 +157,7 @@ impl Packing {
                     .expansion_bytes(mla?, self.dense(checkpoint.scheme(&spec.name), stored));
             }
             TensorKind::Linear => match checkpoint.scheme(&spec.name) {
-                Scheme::Plain | Scheme::BlockFp8 { .. } => Format::of(self.linear(), stored),
+                Scheme::Plain | Scheme::BlockFp8 { .. } => Format::of(self.linear(), joint),
                 _ => Format::Int8(Activation::PerToken),
             },
             _ => Format::Plain(stored),

@@ -88,6 +88,7 @@ impl Scheduler {
         let id = self.running.remove(&arrival)?;
         let seq = self.seqs.get_mut(&id)?;
         self.pool.release(&seq.blocks);
+        self.score_bytes -= seq.score_bytes;
         seq.blocks.clear();
         seq.computed = 0;
         seq.settled = 0;
@@ -180,7 +181,7 @@ impl Scheduler {
             return;
         };
         let mut known = (seq.len - seq.computed).min(most).min(budget.tokens);
-        if seq.scored && seq.computed < seq.prompt_len {
+        if seq.score_bytes > 0 {
             known = known.min(budget.scored);
             budget.scored -= known;
         }
@@ -207,7 +208,8 @@ impl Scheduler {
             let Some(seq) = self.seqs.get_mut(&id) else {
                 return;
             };
-            if !seq.remote && (!open || budget.tokens == 0 || (seq.scored && budget.scored == 0)) {
+            let scored = seq.score_bytes > 0;
+            if !seq.remote && (!open || budget.tokens == 0 || (scored && budget.scored == 0)) {
                 return;
             }
             self.pool.share(&seq.keys[..hit], &mut seq.blocks);
@@ -220,7 +222,7 @@ impl Scheduler {
             let tokens = hit * self.pool.block_size();
             (seq.computed, seq.settled) = (tokens, tokens);
             // As vLLM counts: every prompt that is looked for, however short.
-            if seq.caches && !seq.scored && !seq.looked {
+            if seq.caches && !scored && !seq.looked {
                 self.cache.queries += seq.prompt_len as u64;
                 self.cache.hits += tokens.min(seq.prompt_len) as u64;
             }
@@ -243,6 +245,7 @@ impl Scheduler {
                 });
             } else {
                 seq.state = State::Running;
+                self.score_bytes += seq.score_bytes;
                 self.running.insert(arrival, id);
                 self.plan_work(id, usize::MAX, 0, budget, plan);
             }
@@ -259,6 +262,10 @@ impl Scheduler {
             let seq = self.seqs.get(&id)?;
             (!self.waits_for_leader(seq)).then_some((arrival, id, seq))
         })?;
+        let scores = self.score_bytes.saturating_add(seq.score_bytes);
+        if seq.score_bytes > 0 && self.score_bytes > 0 && scores > self.limits.max_score_bytes {
+            return None;
+        }
         let keys = &seq.keys[..seq.cacheable(self.pool.block_size())];
         let (hit, unused) = self.pool.lookup(keys);
         // Cached blocks that nobody uses count as available until they are taken.
@@ -307,7 +314,7 @@ impl Scheduler {
 impl Seq {
     /// Blocks that may come from the cache: at least one token must be left to compute.
     fn cacheable(&self, block_size: usize) -> usize {
-        if self.scored {
+        if self.score_bytes > 0 {
             return 0;
         }
         (self.len.saturating_sub(1) / block_size).min(self.keys.len())

@@ -13,6 +13,7 @@ use twinfer_config::model::{
     CompressedTensors, QuantizationConfig, QuantizedActivations, Strategy, TensorKind, TensorSpec,
     TensorSpecs,
 };
+use twinfer_kernels::Activation;
 
 /// How a linear layer's weights are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,16 +79,22 @@ impl Kind {
     }
 }
 
-/// Names the product that a linear layer is part of: that of one input, or that of all experts of a layer.
-fn product(spec: &TensorSpec) -> String {
+/// Names the linear layers that lie below each other in one weight with this one, by parent and parts.
+pub(crate) fn fused(spec: &TensorSpec) -> (&str, &str) {
     let module = spec.module();
     let (parent, part) = module.rsplit_once('.').unwrap_or(("", module));
-    let part = match part {
+    let parts = match part {
         "q_proj" | "k_proj" | "v_proj" => "q_proj, k_proj, v_proj",
         "gate_proj" | "up_proj" => "gate_proj, up_proj",
         "w1" | "w3" => "w1, w3",
         part => part,
     };
+    (parent, parts)
+}
+
+/// Names the product that a linear layer is part of: that of one input, or that of all experts of a layer.
+fn product(spec: &TensorSpec) -> String {
+    let (parent, part) = fused(spec);
     let layer = match parent.rsplit_once(".experts.") {
         Some((layer, _)) => layer,
         None => parent,
@@ -121,6 +128,33 @@ pub(super) fn unequal_partners(
         }
     }
     wrong
+}
+
+/// Sentences for int8 matrices whose products could exceed 32 bits.
+pub(super) fn too_long(specs: &TensorSpecs, schemes: &HashMap<String, Scheme>) -> Vec<String> {
+    let activation = |spec: &TensorSpec| match schemes.get(&spec.name)?.kind() {
+        Kind::Float => None,
+        Kind::PerToken => Some(Activation::PerToken),
+        Kind::Static => Some(Activation::Static {
+            scale: 1.0,
+            offset: 0,
+        }),
+    };
+    let specs = specs.tensors.iter();
+    specs
+        .filter_map(|spec| too_long_for(spec, activation(spec)?))
+        .collect()
+}
+
+/// A sentence, if rows of a matrix are too long for int8 products.
+pub(crate) fn too_long_for(spec: &TensorSpec, activation: Activation) -> Option<String> {
+    let (cols, most) = (*spec.shape.get(1)?, activation.longest_row());
+    (cols > most).then(|| {
+        format!(
+            "{} has rows of {cols} values; allowed in int8: up to {most}, whose sums fit 32 bits",
+            spec.name
+        )
+    })
 }
 
 /// A tensor that a spec asks for under its scheme.

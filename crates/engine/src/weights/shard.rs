@@ -219,8 +219,9 @@ impl Shard {
         let parts = gguf
             .parts()
             .map_err(|error| WeightsError::Gguf(Box::new(error)))?;
-        let file = File::open(path).map_err(io)?;
-        let meta = file.metadata().map_err(io)?;
+        // The file whose header was checked, whatever stands at its path by now.
+        let file = gguf.file().try_clone().map_err(io)?;
+        let meta = gguf.meta();
         let tensors = parts
             .into_iter()
             .map(|part| Info {

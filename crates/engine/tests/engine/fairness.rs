@@ -14,6 +14,7 @@ fn limits() -> StepLimits {
         max_num_seqs: 16,
         max_num_batched_tokens: 32,
         max_scored_tokens: 16,
+        max_score_bytes: 64,
         prefill_any_interval: 1,
         max_drafts: 0,
     }
@@ -106,7 +107,7 @@ impl World {
             remote,
             keys: keys[..given].to_vec(),
             caches: true,
-            scored: ask.scored,
+            score_bytes: if ask.scored { ask.prompt } else { 0 },
             leader: None,
         };
         let taken = self.scheduler.add(RequestId(id), new);
@@ -225,11 +226,23 @@ impl World {
             self.prefills.push(self.step);
         }
         let scored = plan.works.iter().filter(|work| {
-            let ask = self.seqs[&work.id.0].ask;
-            ask.scored && work.start < ask.prompt
+            let seq = &self.seqs[&work.id.0];
+            seq.ask.scored && seq.prompt_done.is_none()
         });
         let scored: usize = scored.map(|work| work.len).sum();
         assert!(scored <= self.limits.max_scored_tokens);
+        // Scores that are being made, a byte each here.
+        let holds = |(id, seq): &(&u64, &Seq)| {
+            let placed = !self.scheduler.blocks(RequestId(**id)).is_empty();
+            seq.ask.scored && seq.prompt_done.is_none() && placed
+        };
+        let held: Vec<usize> = self
+            .seqs
+            .iter()
+            .filter(holds)
+            .map(|(_, seq)| seq.ask.prompt)
+            .collect();
+        assert!(held.len() < 2 || held.iter().sum::<usize>() <= self.limits.max_score_bytes);
     }
 
     fn run(&mut self) {
@@ -351,7 +364,7 @@ fn asks() -> impl Strategy<Value = Vec<(Ask, usize)>> {
         1usize..60,
         0usize..8,
         0u8..3,
-        prop::bool::weighted(0.1),
+        prop::bool::weighted(0.3),
     );
     let one = one.prop_map(|(prompt, output, common, family, scored)| Ask {
         prompt,
@@ -377,12 +390,14 @@ proptest! {
         interval in 1usize..6,
         max_drafts in 0usize..6,
         accept in 0usize..6,
+        score_bytes in 1usize..100,
         aborts in prop::collection::vec(0usize..24, 0..4),
     ) {
         let limits = StepLimits {
             max_num_seqs,
             max_num_batched_tokens: budget,
             max_scored_tokens: 1 + budget / 3,
+            max_score_bytes: score_bytes,
             prefill_any_interval: interval,
             max_drafts,
         };

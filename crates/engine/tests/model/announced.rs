@@ -198,6 +198,59 @@ fn schemes_that_are_not_served_are_refused_by_name() {
     model.refused(&[tensor, "not quantised", "the same for both"]);
 }
 
+/// Sums of int8 products must fit 32 bits; rows that are too long are seen before anything is read.
+#[test]
+fn int8_rows_that_are_too_long_are_refused_by_name() {
+    let inner = |model: &Model, field: &str| {
+        let config = fs::read(model.path("config.json")).unwrap();
+        let config: serde_json::Value = serde_json::from_slice(&config).unwrap();
+        config[field].as_u64().unwrap() as usize
+    };
+    let field = "moe_intermediate_size";
+    let model = Model::of("w8a8/qwen3_moe_compressed");
+    model.widen(field, inner(&model, field), 131_072);
+    let name = "model.layers.0.mlp.experts.0.down_proj.weight";
+    model.refused(&[name, "131072", "131071"]);
+    // As a static layer it may be half as long.
+    let model = Model::of(SLIM);
+    let (field, tensor) = ("intermediate_size", "model.layers.0.mlp.down_proj.weight");
+    model.widen(field, inner(&model, field), 65_794);
+    model.change(DESCRIPTION, |map| map[tensor] = json!("W8A8"));
+    model.refused(&[tensor, "65794", "65793"]);
+    // What is made int8 while it is read.
+    let model = Model::of("llama");
+    model.widen(field, inner(&model, field), 131_072);
+    let quantize = LoadOptions {
+        quantize: true,
+        ..options()
+    };
+    assert!(check(model.dir.path(), &options()).is_ok());
+    let error = check(model.dir.path(), &quantize).unwrap_err().to_string();
+    for word in [tensor, "131072", "131071"] {
+        assert!(error.contains(word), "{word:?} is not named in: {error}");
+    }
+}
+
+/// Parts of one product are quantised alike, or the model is refused before anything is read (C6.4).
+#[test]
+fn layers_of_one_input_that_are_stored_differently_are_refused_by_name() {
+    let tensor = "model.layers.0.self_attn.k_proj.weight";
+    let model = Model::of("w8a8/qwen3_moe_compressed");
+    model.edit(|tensors| {
+        let shape = tensors[tensor].1.clone();
+        let bytes = vec![0; 2 * shape.iter().product::<usize>()];
+        tensors.insert(tensor.to_owned(), (Dtype::BF16, shape, bytes));
+        drop(tensors.remove(&tensor.replace("weight", "weight_scale")));
+    });
+    model.change("config.json", |config| {
+        let ignore = &mut config["quantization_config"]["ignore"];
+        let list = ignore.as_array_mut().unwrap();
+        list.push(json!(tensor.strip_suffix(".weight").unwrap()));
+    });
+    let q = tensor.replace("k_proj", "q_proj");
+    model.refused(&[tensor, "not quantised", &q, "int8", "the same for both"]);
+}
+
 /// `W8A8_MIX` would be static in decode and dynamic in prefill: it is dynamic in both, and said so.
 #[test]
 fn a_mixed_scheme_is_computed_one_way_and_said_so() {

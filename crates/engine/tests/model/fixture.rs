@@ -90,6 +90,33 @@ impl Model {
         self.write(&self.weights, &tensors);
     }
 
+    /// Gives all matrices of the layers' MLPs the inner size `wide` in place of `inner`, in a file with a hole for
+    /// the values.
+    pub(crate) fn widen(&self, field: &str, inner: usize, wide: usize) {
+        let mut header = serde_json::Map::new();
+        let mut end = 0;
+        for (name, (dtype, mut shape, _)) in self.tensors() {
+            if name.contains(".mlp.") {
+                for size in shape.iter_mut().filter(|size| **size == inner) {
+                    *size = wide;
+                }
+            }
+            let begin = end;
+            end += shape.iter().product::<usize>() * dtype.bitsize() / 8;
+            let info = json!({"dtype": dtype, "shape": shape, "data_offsets": [begin, end]});
+            header.insert(name, info);
+        }
+        let header = Value::Object(header).to_string();
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        fs::write(self.path(&self.weights), &bytes).unwrap();
+        let file = fs::File::options()
+            .write(true)
+            .open(self.path(&self.weights));
+        file.unwrap().set_len((bytes.len() + end) as u64).unwrap();
+        self.configure(field, json!(wide));
+    }
+
     pub(crate) fn configure(&self, field: &str, value: Value) {
         self.change("config.json", |config| config[field] = value);
     }

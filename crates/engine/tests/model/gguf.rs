@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use twinfer_config::Dtype;
 use twinfer_config::gguf::{Gguf, MetaValue};
-use twinfer_engine::{Executor, LoadOptions, SeqWork, model_texts};
+use twinfer_engine::{Executor, KvMemory, LoadOptions, SeqWork, check, load, model_texts};
 use twinfer_text::{ModelTexts, Tokenizer};
 
 fn golden(name: &str) -> Value {
@@ -114,6 +114,25 @@ fn a_mixtral_file_with_experts_of_every_type_gives_the_logits_of_transformers() 
         let ours = greedy(&mut executor, &input, 16, expected.len());
         assert_eq!(ours, expected, "{name}");
     }
+}
+
+/// What stands at the path by the time of reading is not what was checked; the file that was is read.
+#[test]
+fn a_gguf_file_that_is_replaced_after_the_check_is_read_as_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    std::fs::copy(testdata("gguf/llama.gguf"), &path).unwrap();
+    let options = LoadOptions {
+        kv: KvMemory::Blocks(4),
+        ..LoadOptions::default()
+    };
+    let expected = load(&path, &options).unwrap().fingerprint;
+    let checked = check(&path, &options).unwrap();
+    let other = dir.path().join("other.gguf");
+    std::fs::copy(testdata("gguf/qwen2.gguf"), &other).unwrap();
+    std::fs::rename(&other, &path).unwrap();
+    assert_eq!(checked.load(&options).unwrap().fingerprint, expected);
+    assert_ne!(load(&path, &options).unwrap().fingerprint, expected);
 }
 
 /// Ids of llama.cpp, with which sentencepiece agreed.
