@@ -313,6 +313,11 @@ pub trait Executor: Send {
         }
         Err(ExecError::OutOfRange("the model has no draft layer".into()))
     }
+    /// Takes part in a step of the other ranks without rows of its own: all their collectives, those of the
+    /// draft layer included. A model on one rank has none.
+    fn dummy(&mut self) -> Result<(), ExecError> {
+        Ok(())
+    }
     /// A number that changes with every layer that was computed, readable while [`Self::execute`]
     /// runs: how a long step is told from a stalled one. None: only whole steps are seen.
     fn progress(&self) -> Option<Arc<AtomicU64>> {

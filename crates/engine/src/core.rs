@@ -7,7 +7,7 @@ use crate::blocks::BlockPool;
 use crate::output::{OutputState, piece_bytes};
 use crate::prefix::BlockChain;
 use crate::sampler::{Sampler, SamplingLimits, check_allowed, check_length, check_prompt};
-use crate::scheduler::{FetchEnd, NewSeq, Plan, Scheduler, StepLimits};
+use crate::scheduler::{FetchEnd, Hint, NewSeq, Permit, Plan, Scheduler, StepLimits};
 use crate::speculation::DraftLength;
 use crate::{
     DraftWork, EngineConfig, EngineStats, Event, ExecError, Executor, FinishReason, KvGeometry,
@@ -331,15 +331,52 @@ impl Engine {
     /// # Errors
     /// As [`Self::step`].
     pub fn step_into(&mut self, out: &mut StepOutput) -> Result<(), ExecError> {
+        self.step_within(Permit::ALL, out).map(|_| ())
+    }
+
+    /// [`Self::step_into`] of a rank among others, as far as they have agreed. Returns the rows that were
+    /// computed; with none, and a step agreed, the rank owes the others [`Self::dummy_step`].
+    ///
+    /// # Errors
+    /// As [`Self::step`].
+    pub fn step_within(
+        &mut self,
+        permit: Permit,
+        out: &mut StepOutput,
+    ) -> Result<usize, ExecError> {
         out.clear(self.sequences.len() * piece_bytes(&self.tokenizer));
         if self.failed {
             return Err(ExecError::AfterFailure);
         }
         let mut buffers = std::mem::take(&mut self.buffers);
-        let result = self.try_step(&mut buffers, out);
+        let result = self.try_step(permit, &mut buffers, out);
+        let rows = buffers.plan.works.iter().map(|work| work.len).sum();
         self.buffers = buffers;
         self.failed = result.is_err();
+        result.map(|()| rows)
+    }
+
+    /// Takes part in the others' step without rows of its own.
+    ///
+    /// # Errors
+    /// As [`Self::step`].
+    pub fn dummy_step(&mut self) -> Result<(), ExecError> {
+        if self.failed {
+            return Err(ExecError::AfterFailure);
+        }
+        let result = self.executor.dummy();
+        self.steps += 1;
+        self.failed = result.is_err();
         result
+    }
+
+    /// What the next step could do, for the ranks to agree on it.
+    pub fn hint(&self) -> Hint {
+        let hint = self.scheduler.hint();
+        Hint {
+            local: hint.local || !self.ending.is_empty(),
+            ..hint
+        }
     }
 
     /// Would [`Self::step`] do something now? Not while all requests wait for KV, or for blocks that are

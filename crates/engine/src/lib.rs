@@ -5,12 +5,16 @@
 pub mod api;
 pub mod blocks;
 mod core;
+pub mod eplb;
 mod executor;
 mod generate;
 pub mod loader;
 pub mod model;
+pub mod modelled;
 pub mod output;
 mod outputs;
+pub mod phase;
+pub mod placement;
 mod prefix;
 pub mod sampler;
 pub mod scheduler;

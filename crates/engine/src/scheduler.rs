@@ -36,7 +36,10 @@
 //! * A sequence is preempted at most [`SURE_AFTER`] times (more only if blocks are held meanwhile that it
 //!   shared).
 
+mod permit;
 mod plan;
+
+pub use permit::{Hint, Permit};
 
 use crate::blocks::BlockPool;
 use crate::prefix::BlockKey;

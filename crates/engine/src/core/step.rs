@@ -2,20 +2,21 @@
 
 use super::{Buffers, Done, Engine};
 use crate::sampler::SampleError;
-use crate::scheduler::{Aborted, Plan, Work};
+use crate::scheduler::{Aborted, Permit, Plan, Work};
 use crate::{DraftWork, ExecError, FinishReason, RequestId, SeqWork, StepOutput};
 use twinfer_protocol::{ApiError, ErrorKind};
 
 impl Engine {
     pub(super) fn try_step(
         &mut self,
+        permit: Permit,
         buffers: &mut Buffers,
         out: &mut StepOutput,
     ) -> Result<(), ExecError> {
         for (id, reason) in std::mem::take(&mut self.ending) {
             self.end_early(id, reason, out);
         }
-        self.scheduler.schedule(&mut buffers.plan);
+        self.scheduler.schedule_within(permit, &mut buffers.plan);
         self.note_plan(&mut buffers.plan, out);
         if buffers.plan.works.is_empty() {
             return Ok(());

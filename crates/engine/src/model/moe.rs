@@ -216,6 +216,9 @@ fn sort_by_expert(slots: &[Slot], experts: usize, starts: &mut Vec<u32>, places:
 }
 
 #[cfg(test)]
+mod ranks_tests;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -1,6 +1,6 @@
 //! The plan of one step.
 
-use super::{CacheHit, Fetch, Plan, SURE_AFTER, Scheduler, Seq, State, Work};
+use super::{CacheHit, Fetch, Permit, Plan, SURE_AFTER, Scheduler, Seq, State, Work};
 use crate::RequestId;
 use std::collections::BTreeMap;
 
@@ -9,24 +9,38 @@ struct Budget {
     tokens: usize,
     /// Prompt tokens whose logits are wanted.
     scored: usize,
+    /// Prompt tokens.
+    prompts: usize,
+    /// Prompt tokens may take all that generation leaves.
+    fill: bool,
 }
 
 impl Scheduler {
     /// Plans the next step into `plan`, whose old content goes, and takes it as done: the planned tokens
     /// count as computed, but drafts.
     pub fn schedule(&mut self, plan: &mut Plan) {
+        self.schedule_within(Permit::ALL, plan);
+    }
+
+    /// [`Self::schedule`] as far as `permit` goes. A fetch begins in any case: it needs no computing.
+    pub fn schedule_within(&mut self, permit: Permit, plan: &mut Plan) {
         plan.works.clear();
         plan.fetches.clear();
         plan.preempted.clear();
         plan.hits.clear();
         let stalled = self.grow(plan);
         let mut budget = Budget {
-            tokens: self.limits.max_num_batched_tokens,
+            tokens: self.limits.max_num_batched_tokens.min(permit.rows),
             scored: self.limits.max_scored_tokens,
+            prompts: permit.prompt_tokens,
+            fill: permit.fill && permit.prompt_tokens > 0,
         };
         self.sort_running(stalled);
-        let open =
-            self.singles.is_empty() || self.since_prefill >= self.limits.prefill_any_interval;
+        if !permit.generate {
+            self.singles.clear();
+        }
+        let open = permit.prompt_tokens > 0
+            && (self.singles.is_empty() || self.since_prefill >= self.limits.prefill_any_interval);
         let prompts = open && !self.chunks.is_empty();
         if self.singles.len() + usize::from(prompts) > budget.tokens {
             self.plan_turns(prompts, &mut budget, plan);
@@ -134,7 +148,10 @@ impl Scheduler {
     fn plan_all(&mut self, open: bool, budget: &mut Budget, plan: &mut Plan) {
         let prompts = open && !(self.chunks.is_empty() && self.waiting.is_empty());
         let left = budget.tokens - self.singles.len();
-        let mut drafts = if prompts { left / 2 } else { left };
+        let mut drafts = match prompts {
+            true => (left / 2).max(left.saturating_sub(budget.prompts)),
+            false => left,
+        };
         for at in 0..self.singles.len() {
             let (_, _, id) = self.singles[at];
             let share = drafts.div_ceil(self.singles.len() - at);
@@ -143,10 +160,20 @@ impl Scheduler {
             drafts -= fit;
             self.plan_work(id, 1, fit, budget, plan);
         }
+        if budget.fill {
+            budget.prompts = budget.tokens;
+        }
         for at in (0..self.chunks.len()).take_while(|_| open) {
             let id = self.chunks[at];
-            self.plan_work(id, usize::MAX, 0, budget, plan);
+            self.plan_prompt(id, budget, plan);
         }
+    }
+
+    /// Plans as many tokens of a prompt as are permitted.
+    fn plan_prompt(&mut self, id: RequestId, budget: &mut Budget, plan: &mut Plan) {
+        let before = budget.tokens;
+        self.plan_work(id, budget.prompts, 0, budget, plan);
+        budget.prompts = budget.prompts.saturating_sub(before - budget.tokens);
     }
 
     /// Blocks for drafts, and for those that will be made after the step, as far as nobody else needs
@@ -209,7 +236,8 @@ impl Scheduler {
                 return;
             };
             let scored = seq.score_bytes > 0;
-            if !seq.remote && (!open || budget.tokens == 0 || (scored && budget.scored == 0)) {
+            let none_left = budget.tokens.min(budget.prompts) == 0;
+            if !seq.remote && (!open || none_left || (scored && budget.scored == 0)) {
                 return;
             }
             self.pool.share(&seq.keys[..hit], &mut seq.blocks);
@@ -247,7 +275,7 @@ impl Scheduler {
                 seq.state = State::Running;
                 self.score_bytes += seq.score_bytes;
                 self.running.insert(arrival, id);
-                self.plan_work(id, usize::MAX, 0, budget, plan);
+                self.plan_prompt(id, budget, plan);
             }
         }
     }
@@ -276,7 +304,7 @@ impl Scheduler {
 
     /// Blocks that a newcomer leaves to those that have some: at first one for each; more when it was
     /// preempted; all that they can ever need when it or one of them was preempted often.
-    fn reserve(&self, seq: &Seq) -> usize {
+    pub(super) fn reserve(&self, seq: &Seq) -> usize {
         let running = self.running();
         if self.preemptions == 0 {
             return running;
@@ -297,14 +325,14 @@ impl Scheduler {
         }
     }
 
-    fn waits_for_leader(&self, seq: &Seq) -> bool {
+    pub(super) fn waits_for_leader(&self, seq: &Seq) -> bool {
         let leader = seq.leader.and_then(|leader| self.seqs.get(&leader));
         leader.is_some_and(|leader| {
             leader.arrival < seq.arrival && leader.settled + 1 < leader.prompt_len
         })
     }
 
-    fn missing_blocks(&self, seq: &Seq) -> usize {
+    pub(super) fn missing_blocks(&self, seq: &Seq) -> usize {
         self.pool
             .blocks_for(seq.len)
             .saturating_sub(seq.blocks.len())
@@ -313,7 +341,7 @@ impl Scheduler {
 
 impl Seq {
     /// Blocks that may come from the cache: at least one token must be left to compute.
-    fn cacheable(&self, block_size: usize) -> usize {
+    pub(super) fn cacheable(&self, block_size: usize) -> usize {
         if self.score_bytes > 0 {
             return 0;
         }
