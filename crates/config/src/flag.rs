@@ -1,3 +1,6 @@
+/// Most compute threads of an instance.
+pub const MOST_THREADS: u32 = 1024;
+
 /// A flag whose value cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{flag} is {value}; {allowed}")]

@@ -1,4 +1,4 @@
-use crate::flag::{positive, tokens_from, whole};
+use crate::flag::{MOST_THREADS, count, tokens_from, whole};
 use crate::{Dtype, LogFormat, Quantization};
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
@@ -98,8 +98,8 @@ pub struct GenerateConfig {
     #[arg(long)]
     pub kv_cache_memory: Option<String>,
 
-    /// Compute threads; one per permitted core if absent.
-    #[arg(long, value_parser = positive)]
+    /// Compute threads, 1 to 1024; one per permitted core if absent.
+    #[arg(long, value_parser = count::<1, MOST_THREADS>)]
     pub threads: Option<u32>,
 
     /// Cores to run on, such as `0-3,8`; those permitted to the process if absent. Named cores are taken to be this

@@ -1,5 +1,5 @@
 use crate::EnvironmentKeys;
-use crate::flag::{count, port, positive, tokens, whole};
+use crate::flag::{MOST_THREADS, count, port, tokens, whole};
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -207,9 +207,9 @@ pub struct ServeConfig {
     #[arg(long)]
     pub kv_cache_memory: Option<String>,
 
-    /// Compute threads; one per permitted core if absent.
-    #[arg(long, value_parser = positive)]
-    #[schemars(range(min = 1))]
+    /// Compute threads, 1 to 1024; one per permitted core if absent.
+    #[arg(long, value_parser = count::<1, MOST_THREADS>)]
+    #[schemars(range(min = 1, max = 1024))]
     pub threads: Option<u32>,
 
     /// Cores to run on, such as `0-3,8`; those permitted to the process if absent. Named cores are taken to be this

@@ -1,5 +1,4 @@
-//! The waist between the three halves of the crate and its callers: what a request is, what a step
-//! computes, what comes out.
+//! The waist between the crate's parts and its callers: what a request is, what a step computes, what comes out.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -279,7 +278,7 @@ pub enum ExecError {
     AfterFailure,
 }
 
-/// Computes steps: the CPU model, a modelled one, a scripted one for tests.
+/// Computes steps: the CPU model, or a scripted one for tests.
 pub trait Executor: Send {
     /// Shape of the KV.
     fn geometry(&self) -> KvGeometry;

@@ -15,7 +15,7 @@ use twinfer_config::gguf::{Gguf, GgufError};
 use twinfer_config::model::{
     KvBudget, KvShape, MemoryError, ModelBytes, ModelConfigError, StepSize,
 };
-use twinfer_config::{Dtype, ModelConfig};
+use twinfer_config::{Dtype, MOST_THREADS, ModelConfig};
 use twinfer_kernels::{Compute, Isa, KernelError, ThreadTeam, numerics_class};
 use twinfer_protocol::Fingerprint;
 use twinfer_sys::{BlockArena, Pieces};
@@ -559,7 +559,7 @@ fn check_options(options: &LoadOptions<'_>) -> Result<Isa, ModelError> {
             allowed: format!("1 to {most}"),
         })
     };
-    in_range("threads", options.threads, 1024)?;
+    in_range("threads", options.threads, MOST_THREADS as usize)?;
     in_range("block-size", options.block_size, 4096)?;
     in_range(
         "max-num-batched-tokens",

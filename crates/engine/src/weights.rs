@@ -1,13 +1,15 @@
 //! Weight files: which files a model directory has, whether they are whole, where each tensor lies.
 //!
 //! What is accepted: one `model*.safetensors`, or several with `model.safetensors.index.json`, or
-//! ModelSlim's `quant_model_weight*` with their description; tensors in bf16 or f32, and quantised
-//! ones of the schemes that config.json or the description announce. What is refused, by name:
-//! several files without an index, pickle files, f16, unannounced quantisation, layers that config.json
-//! does not know, links that leave the directory (but for the hub cache's own layout, where
-//! `snapshots/<revision>/` links into `blobs/` of the same repository).
+//! ModelSlim's `quant_model_weight*` with their description, with tensors in bf16 or f32, and quantised
+//! ones of the schemes that config.json or the description announce; or one GGUF file, whose types
+//! other than bf16 are decoded to f32. What is refused, by name: several files without an index, pickle
+//! files, f16 matrices of safetensors, unannounced quantisation, layers that config.json does not know,
+//! links that leave the directory (but for the hub cache's own layout, where `snapshots/<revision>/`
+//! links into `blobs/` of the same repository).
 //!
-//! Everything is checked before a byte of a tensor is read: [`Checkpoint::open`] reads headers only.
+//! Names, shapes, types and schemes are checked before a byte of a tensor is read: [`Checkpoint::open`]
+//! reads headers only. What values alone show, such as offsets that are not 0, is found while they are read.
 //! Tensors are read by position, not mapped, so that a file truncated under the reader is an error
 //! and not a SIGBUS.
 

@@ -51,7 +51,7 @@ pub use panels::{
 };
 pub use rows::{
     add, add_scaled, rms_norm, rms_norm_row, rms_norm_row_in_place, rope_half, rope_interleaved,
-    sigmoid_in_place, silu_mul, silu_mul_halves, softmax_in_place,
+    sigmoid_in_place, silu_mul_halves, softmax_in_place,
 };
 pub use team::ThreadTeam;
 pub use weight::{Activation, Compute, Format, Int8Rows, RowScales, Weight};

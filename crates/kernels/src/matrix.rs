@@ -1,6 +1,5 @@
 //! Weights: a matrix as kernels see it, whatever holds its bytes.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use half::bf16;
@@ -17,7 +16,7 @@ pub enum DType {
     Bf16,
 }
 
-/// Bytes that live as long as someone uses them: a `Vec`, a mapped file, shared memory.
+/// Bytes that live as long as someone uses them: a `Vec`, large pages, memory shared with other processes.
 pub trait WeightBytes: Send + Sync + 'static {
     /// All bytes. Must be the same memory at every call.
     fn bytes(&self) -> &[u8];
@@ -25,7 +24,7 @@ pub trait WeightBytes: Send + Sync + 'static {
 
 /// Row-major weights `[rows, cols]` = `[n, k]` of y = x · wᵀ; cheap to clone.
 ///
-/// The storage is private: packed and quantised forms come behind the same type.
+/// Values as they are stored; packed and quantised ones are a [`crate::Weight`]'s.
 #[derive(Clone)]
 pub struct Matrix {
     owner: Arc<dyn WeightBytes>,
@@ -43,12 +42,6 @@ impl DType {
             Self::F32 => 4,
             Self::Bf16 => 2,
         }
-    }
-}
-
-impl WeightBytes for twinfer_sys::MappedFile {
-    fn bytes(&self) -> &[u8] {
-        self.as_slice()
     }
 }
 
@@ -109,7 +102,7 @@ impl Matrix {
         Self::from_shared(rows, cols, DType::Bf16, Arc::new(values), 0)
     }
 
-    /// A matrix inside bytes shared with others, such as a mapped file; `offset` is that of its first element and need
+    /// A matrix inside bytes shared with others; `offset` is that of its first element and need
     /// not be aligned.
     ///
     /// # Errors
@@ -161,24 +154,6 @@ impl Matrix {
     /// Bytes the weights take, which decode reads once per step.
     pub fn size_bytes(&self) -> usize {
         self.rows * self.row_bytes()
-    }
-
-    /// Some consecutive rows as a matrix over the same bytes.
-    ///
-    /// # Errors
-    /// [`KernelError::Shape`] when the range is empty or exceeds the matrix.
-    pub fn row_range(&self, range: Range<usize>) -> Result<Self, KernelError> {
-        ensure_shape!(
-            range.start < range.end && range.end <= self.rows,
-            "rows {range:?} of a matrix with {} rows",
-            self.rows
-        );
-        let offset = self.offset + range.start * self.row_bytes();
-        Ok(Self {
-            offset,
-            rows: range.len(),
-            ..self.clone()
-        })
     }
 
     /// A transposed copy `[cols, rows]` with the same element type and values.
@@ -263,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_ranges_and_transposes_address_the_same_values() {
+    fn rows_and_transposes_address_the_same_values() {
         let values: Vec<bf16> = (0..12u8)
             .map(|value| bf16::from_f32(f32::from(value)))
             .collect();
@@ -274,10 +249,7 @@ mod tests {
             out
         };
         assert_eq!(row(&matrix, 2), [6.0, 7.0, 8.0]);
-        let lower = matrix.row_range(2..4).unwrap();
-        assert_eq!((lower.rows(), row(&lower, 1)), (2, vec![9.0, 10.0, 11.0]));
-        assert_eq!(row(&lower.transposed(), 2), [8.0, 11.0]);
-        assert!(matrix.row_range(2..5).is_err() && matrix.row_range(2..2).is_err());
+        assert_eq!(row(&matrix.transposed(), 2), [2.0, 5.0, 8.0, 11.0]);
         assert!(matrix.dense_row_f32(4, &mut [0.0; 3]).is_err());
         assert!(matrix.dense_row_f32(0, &mut [0.0; 4]).is_err());
     }

@@ -103,43 +103,11 @@ pub fn rms_norm_row_in_place(
         x.len(),
         weight.len()
     );
-    // SAFETY: both have the same length; the kernel reads x whole before it writes, and then value by value.
-    unsafe {
-        run_norm(
-            isa,
-            x.as_ptr(),
-            weight.as_ptr(),
-            epsilon,
-            x.as_mut_ptr(),
-            x.len(),
-        )
-    };
+    let (row, length) = (x.as_mut_ptr(), x.len());
+    // SAFETY: both have the same length; reads and writes of x go through the one pointer, and the kernel reads x whole
+    // before it writes, and then value by value.
+    unsafe { run_norm(isa, row, weight.as_ptr(), epsilon, row, length) };
     Ok(())
-}
-
-/// gate ← silu(gate) · up.
-///
-/// # Errors
-/// [`KernelError::Shape`] unless both have the same length; [`KernelError::Panicked`].
-pub fn silu_mul(team: &ThreadTeam, gate: &mut [f32], up: &[f32]) -> Result<(), KernelError> {
-    ensure_shape!(
-        gate.len() == up.len(),
-        "{} gates for {} values",
-        gate.len(),
-        up.len()
-    );
-    let length = up.len();
-    let gate = Parts(gate.as_mut_ptr());
-    team.run_worth(length / 2, length.div_ceil(TASK_VALUES), |task, _| {
-        let gate = &gate;
-        let start = task * TASK_VALUES;
-        // SAFETY: the part is inside both buffers and disjoint from other tasks'.
-        unsafe {
-            let count = TASK_VALUES.min(length - start);
-            let gate = gate.0.add(start);
-            run_silu_mul(team.isa(), gate, up.as_ptr().add(start), gate, count);
-        }
-    })
 }
 
 /// out = silu(gate) · up for rows `[gate | up]` of 2 · `width` values each, out `[rows, width]`.
@@ -364,7 +332,7 @@ unsafe fn one_plus_exp_minus<S: Simd>(x: S::V) -> S::V {
 }
 
 /// # Safety
-/// All three pointers are valid for `length` values; `out` may be `gate`.
+/// All three pointers are valid for `length` values.
 #[inline(always)]
 pub(crate) unsafe fn silu_mul_kernel<S: Simd>(
     gate: *const f32,

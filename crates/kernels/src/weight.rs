@@ -360,7 +360,8 @@ impl Weight {
         self.format().compute()
     }
 
-    /// Writes one row of w as f32: exact for f32 and bf16, dequantised for int8. For the embedding of a tied head.
+    /// Writes one row of w as f32: what products compute with, so f32 as it was, bf16 as it was rounded, int8 times its
+    /// scale. For the embedding of a tied head.
     ///
     /// # Errors
     /// [`KernelError::Shape`] when the row does not exist or `out` is not one row long.

@@ -1,7 +1,7 @@
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Whose fault an error is: decides which instance is blamed and what a metric is labelled with.
+/// Whose fault an error is: what metrics of errors are labelled with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Fault {
@@ -17,7 +17,20 @@ pub enum Fault {
     Us,
 }
 
-/// May the request be sent again?
+impl Fault {
+    /// Label of metrics.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Client => "client",
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+            Self::Transport => "transport",
+            Self::Us => "us",
+        }
+    }
+}
+
+/// May the request be sent again? Decides on `Retry-After`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Retry {
     /// It would fail again.

@@ -4,6 +4,7 @@
 use crate::instances::InstanceSpec;
 use prometheus_client::encoding::EncodeLabelSet;
 use twinfer_http::{Counter, Family, Gauge, Histogram, Metrics, SECONDS_TTFT};
+use twinfer_protocol::ErrorKind;
 
 /// Why a request took its way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -43,8 +44,9 @@ struct RequestLabels {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct CodeLabels {
+struct ErrorLabels {
     code: &'static str,
+    fault: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -69,7 +71,7 @@ pub(crate) struct RouterMetrics {
     in_flight: Family<InstanceLabels, Gauge>,
     up: Family<InstanceLabels, Gauge>,
     requests: Family<RequestLabels, Counter>,
-    errors: Family<CodeLabels, Counter>,
+    errors: Family<ErrorLabels, Counter>,
     decisions: Family<DecisionLabels, Counter>,
     retries: Family<LegLabels, Counter>,
     releases: Family<OutcomeLabels, Counter>,
@@ -111,7 +113,7 @@ impl RouterMetrics {
             requests: metrics.counters("twinfer_router_requests_total", "Answers by route and status"),
             errors: metrics.counters(
                 "twinfer_router_errors_total",
-                "Errors that the router made or passed on as its own, in answers and in streams, by code",
+                "Errors that the router made or passed on as its own, in answers and in streams, by code and whose fault it was",
             ),
             decisions: metrics
                 .counters("twinfer_router_pd_decision_total", "Ways that requests took, by reason"),
@@ -153,8 +155,13 @@ impl RouterMetrics {
             .inc();
     }
 
-    pub(crate) fn error(&self, code: &'static str) {
-        self.errors.get_or_create(&CodeLabels { code }).inc();
+    pub(crate) fn error(&self, kind: ErrorKind) {
+        self.errors
+            .get_or_create(&ErrorLabels {
+                code: kind.code(),
+                fault: kind.fault().as_str(),
+            })
+            .inc();
     }
 
     pub(crate) fn decided(&self, reason: Decision) {

@@ -154,9 +154,7 @@ impl Server {
             response
                 .headers_mut()
                 .insert(ALLOW, HeaderValue::from_static(allowed));
-            self.shared
-                .metrics
-                .error(ErrorKind::MethodNotAllowed.code());
+            self.shared.metrics.error(ErrorKind::MethodNotAllowed);
             return Ok(response.map(Either::Left));
         }
         Ok(match route {
@@ -349,7 +347,7 @@ impl Server {
 
     fn refuse(&self, route: &'static str, error: &ApiError) -> Response<RouterBody> {
         self.shared.metrics.answered(route, error.kind.status());
-        self.shared.metrics.error(error.kind.code());
+        self.shared.metrics.error(error.kind);
         error_response::<Full<Bytes>>(error).map(Either::Left)
     }
 }

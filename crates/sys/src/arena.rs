@@ -6,7 +6,6 @@
 
 use std::io;
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
@@ -63,20 +62,6 @@ pub struct BlockRead<'a> {
 #[derive(Debug)]
 pub struct BlockWrite<'a> {
     arena: &'a BlockArena,
-    block: u32,
-}
-
-/// As [`BlockRead`], but keeps the arena alive: for tasks that outlive the caller's borrow, as a socket writer does.
-#[derive(Debug)]
-pub struct BlockReadArc {
-    arena: Arc<BlockArena>,
-    block: u32,
-}
-
-/// As [`BlockWrite`], but keeps the arena alive: for tasks that fill a block from a socket.
-#[derive(Debug)]
-pub struct BlockWriteArc {
-    arena: Arc<BlockArena>,
     block: u32,
 }
 
@@ -180,30 +165,6 @@ impl BlockArena {
         Ok(BlockWrite { arena: self, block })
     }
 
-    /// As [`BlockArena::read`] with a guard that owns a reference to the arena.
-    ///
-    /// # Errors
-    /// As [`BlockArena::read`].
-    pub fn read_arc(self: &Arc<Self>, block: u32) -> Result<BlockReadArc, BlockError> {
-        self.acquire_read(block)?;
-        Ok(BlockReadArc {
-            arena: Arc::clone(self),
-            block,
-        })
-    }
-
-    /// As [`BlockArena::write`] with a guard that owns a reference to the arena.
-    ///
-    /// # Errors
-    /// As [`BlockArena::write`].
-    pub fn write_arc(self: &Arc<Self>, block: u32) -> Result<BlockWriteArc, BlockError> {
-        self.acquire_write(block)?;
-        Ok(BlockWriteArc {
-            arena: Arc::clone(self),
-            block,
-        })
-    }
-
     /// Number of blocks that are borrowed now, by readers or a writer. For gauges and leak tests.
     pub fn borrowed_blocks(&self) -> usize {
         self.states
@@ -286,126 +247,64 @@ impl BlockArena {
         // SAFETY: as in `unit`; the caller's exclusive borrow keeps readers and other writers away.
         Some(unsafe { std::slice::from_raw_parts_mut(ptr.as_ptr(), self.unit_bytes) })
     }
-
-    /// Zeroes a block, giving whole pages back to the system.
-    ///
-    /// # Safety
-    /// The caller holds the exclusive borrow of `block`.
-    unsafe fn discard(&self, block: u32) -> io::Result<()> {
-        let Some(start) = self.unit_ptr(block, 0) else {
-            return Ok(());
-        };
-        let block_bytes = self.layers * self.unit_stride;
-        let page = rustix_page_size();
-        let address = start.as_ptr() as usize;
-        let first_page = address.next_multiple_of(page).min(address + block_bytes);
-        let last_page = ((address + block_bytes) / page * page).max(first_page);
-        // SAFETY: the three ranges together are exactly this block, which the caller holds exclusively; a private
-        // anonymous page reads as zero after MADV_DONTNEED.
-        unsafe {
-            start.as_ptr().write_bytes(0, first_page - address);
-            if last_page > first_page {
-                madvise(
-                    start.as_ptr().add(first_page - address).cast(),
-                    last_page - first_page,
-                    Advice::LinuxDontNeed,
-                )?;
-            }
-            start
-                .as_ptr()
-                .add(last_page - address)
-                .write_bytes(0, address + block_bytes - last_page);
-        }
-        Ok(())
-    }
 }
 
 impl Drop for BlockArena {
     fn drop(&mut self) {
-        // SAFETY: base and length are those of the mapping made in `new`; guards borrow or own the arena, so none lives.
+        // SAFETY: base and length are those of the mapping made in `new`; guards borrow the arena, so none lives.
         // A failure could only mean that the mapping is already gone; there is nothing to do about it here.
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.mapped_bytes) };
     }
 }
 
-macro_rules! read_guard {
-    ($guard:ty) => {
-        impl $guard {
-            /// The block this guard holds.
-            pub fn block(&self) -> u32 {
-                self.block
-            }
+impl BlockRead<'_> {
+    /// The block this guard holds.
+    pub fn block(&self) -> u32 {
+        self.block
+    }
 
-            /// The bytes of one layer's unit; `None` when `layer` is not below the arena's number of layers.
-            pub fn unit(&self, layer: usize) -> Option<&[u8]> {
-                // SAFETY: the guard holds a shared borrow of the block and outlives the slice.
-                unsafe { self.arena.unit(self.block, layer) }
-            }
-        }
-
-        impl Drop for $guard {
-            fn drop(&mut self) {
-                self.arena.release_read(self.block);
-            }
-        }
-    };
+    /// The bytes of one layer's unit; `None` when `layer` is not below the arena's number of layers.
+    pub fn unit(&self, layer: usize) -> Option<&[u8]> {
+        // SAFETY: the guard holds a shared borrow of the block and outlives the slice.
+        unsafe { self.arena.unit(self.block, layer) }
+    }
 }
 
-macro_rules! write_guard {
-    ($guard:ty) => {
-        impl $guard {
-            /// The block this guard holds.
-            pub fn block(&self) -> u32 {
-                self.block
-            }
-
-            /// The bytes of one layer's unit; `None` when `layer` is not below the arena's number of layers.
-            pub fn unit(&self, layer: usize) -> Option<&[u8]> {
-                // SAFETY: the guard holds the exclusive borrow, and `&self` keeps `unit_mut` from being called.
-                unsafe { self.arena.unit(self.block, layer) }
-            }
-
-            /// The bytes of one layer's unit for writing; `None` as in `unit`.
-            pub fn unit_mut(&mut self, layer: usize) -> Option<&mut [u8]> {
-                // SAFETY: the guard holds the exclusive borrow, and `&mut self` makes this the only slice of it.
-                unsafe { self.arena.unit_mut(self.block, layer) }
-            }
-
-            /// Zeroes the block and gives its whole pages back to the system.
-            ///
-            /// # Errors
-            /// What `madvise` reports; the content is then undefined but safe to overwrite.
-            pub fn discard(&mut self) -> io::Result<()> {
-                // SAFETY: the guard holds the exclusive borrow.
-                unsafe { self.arena.discard(self.block) }
-            }
-        }
-
-        impl Drop for $guard {
-            fn drop(&mut self) {
-                self.arena.release_write(self.block);
-            }
-        }
-    };
+impl Drop for BlockRead<'_> {
+    fn drop(&mut self) {
+        self.arena.release_read(self.block);
+    }
 }
 
-read_guard!(BlockRead<'_>);
-read_guard!(BlockReadArc);
-write_guard!(BlockWrite<'_>);
-write_guard!(BlockWriteArc);
+impl BlockWrite<'_> {
+    /// The block this guard holds.
+    pub fn block(&self) -> u32 {
+        self.block
+    }
 
-fn rustix_page_size() -> usize {
-    // SAFETY: sysconf has no preconditions.
-    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-    usize::try_from(page)
-        .ok()
-        .filter(|page| page.is_power_of_two())
-        .unwrap_or(4096)
+    /// The bytes of one layer's unit; `None` when `layer` is not below the arena's number of layers.
+    pub fn unit(&self, layer: usize) -> Option<&[u8]> {
+        // SAFETY: the guard holds the exclusive borrow, and `&self` keeps `unit_mut` from being called.
+        unsafe { self.arena.unit(self.block, layer) }
+    }
+
+    /// The bytes of one layer's unit for writing; `None` as in `unit`.
+    pub fn unit_mut(&mut self, layer: usize) -> Option<&mut [u8]> {
+        // SAFETY: the guard holds the exclusive borrow, and `&mut self` makes this the only slice of it.
+        unsafe { self.arena.unit_mut(self.block, layer) }
+    }
+}
+
+impl Drop for BlockWrite<'_> {
+    fn drop(&mut self) {
+        self.arena.release_write(self.block);
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::Arc;
 
     #[test]
     fn a_block_has_one_writer_or_many_readers() {
@@ -513,43 +412,6 @@ mod tests {
                 );
             }
         }
-    }
-
-    #[test]
-    fn discard_zeroes_one_block_and_no_other() {
-        // Blocks of two and a half pages: the pages at their borders are shared with the neighbours.
-        let arena = BlockArena::new(3, 1, 10240).unwrap();
-        for block in 0..3 {
-            arena.write(block).unwrap().unit_mut(0).unwrap().fill(7);
-        }
-        arena.write(1).unwrap().discard().unwrap();
-        for (block, expected) in [(0, 7), (1, 0), (2, 7)] {
-            assert!(
-                arena
-                    .read(block)
-                    .unwrap()
-                    .unit(0)
-                    .unwrap()
-                    .iter()
-                    .all(|&byte| byte == expected),
-                "{block}"
-            );
-        }
-    }
-
-    #[test]
-    fn an_owning_guard_keeps_the_arena_and_moves_between_threads() {
-        let arena = Arc::new(BlockArena::new(2, 1, 64).unwrap());
-        arena.write_arc(1).unwrap().unit_mut(0).unwrap().fill(9);
-        let guard = arena.read_arc(1).unwrap();
-        assert!(arena.write(1).is_err());
-        drop(arena);
-        let sum = std::thread::spawn(move || {
-            guard
-                .unit(0)
-                .map(|unit| unit.iter().map(|&b| u32::from(b)).sum::<u32>())
-        });
-        assert_eq!(sum.join().unwrap(), Some(9 * 64));
     }
 
     #[test]

@@ -47,14 +47,6 @@ impl FileError {
     pub fn is_absent(&self) -> bool {
         matches!(self, Self::Io(error) if error.kind() == io::ErrorKind::NotFound)
     }
-
-    /// For callers that have an error of the system only.
-    pub fn into_io(self) -> io::Error {
-        match self {
-            Self::Io(error) => error,
-            other => io::Error::new(io::ErrorKind::InvalidInput, other.to_string()),
-        }
-    }
 }
 
 /// Opens a regular file for reading; does not wait for the writer of a pipe.

@@ -1,6 +1,6 @@
-//! What the operating system offers and safe Rust does not: the KV block arena over an anonymous mapping, read-only
-//! file mappings, files of strangers, memory in large pages, memory that processes share (sealed, or with futexes),
-//! descriptor passing, thread affinity, memory limits, and supervision of child processes by pidfd.
+//! What the operating system offers and safe Rust does not: the KV block arena over an anonymous mapping, files of
+//! strangers, memory in large pages, memory that processes share (sealed, or with futexes), descriptor passing, thread
+//! affinity, memory limits, and supervision of child processes by pidfd.
 //!
 //! This crate and `kernels` are the only ones with `unsafe`; every such block states why it is sound.
 //! Linux only.
@@ -10,21 +10,17 @@ mod arena;
 mod descriptors;
 pub mod file;
 mod large;
-mod mapped;
 mod memory;
 mod process;
 mod sealed;
 mod shared;
 
 pub use affinity::{available_cpus, cgroup_cpu_quota, pin_thread};
-pub use arena::{
-    BlockArena, BlockError, BlockRead, BlockReadArc, BlockWrite, BlockWriteArc, UNIT_ALIGN,
-};
+pub use arena::{BlockArena, BlockError, BlockRead, BlockWrite, UNIT_ALIGN};
 pub use descriptors::{
     MAX_DESCRIPTORS, PeerCredentials, peer_credentials, receive_descriptors, send_descriptors,
 };
 pub use large::{LargePages, Piece, Pieces};
-pub use mapped::{Access, MappedFile};
 pub use memory::{
     MemoryInfo, available_memory, cgroup_memory_limit, last_level_cache_bytes, memory_info,
 };

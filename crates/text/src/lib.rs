@@ -13,6 +13,6 @@ mod tokenizer;
 pub use detokenize::IncrementalDetokenizer;
 pub use error::{TemplateError, TextError};
 pub use files::ModelTexts;
-pub use stop::{StopMatcher, StopStep};
+pub use stop::StopMatcher;
 pub use template::{ChatTemplate, TemplateState};
 pub use tokenizer::Tokenizer;

@@ -17,15 +17,6 @@ pub struct StopMatcher {
     hit: Option<usize>,
 }
 
-/// What one piece of text led to.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct StopStep {
-    /// Text that may be shown now.
-    pub text: String,
-    /// Place in the request's list of the stop string that was found; nothing follows then.
-    pub hit: Option<usize>,
-}
-
 #[derive(Clone, Debug)]
 struct Automaton {
     stop: String,
@@ -54,14 +45,8 @@ impl StopMatcher {
         })
     }
 
-    /// Takes the next piece. After a hit every further piece is dropped.
-    pub fn push(&mut self, piece: &str) -> StopStep {
-        let mut text = String::new();
-        let hit = self.push_into(piece, &mut text);
-        StopStep { text, hit }
-    }
-
-    /// [`Self::push`] that adds the text that may be shown to `out`, and returns the hit.
+    /// Takes the next piece, adds the text that may be shown now to `out`, and returns the place in the request's list
+    /// of the stop string that was found. After a hit every further piece is dropped.
     pub fn push_into(&mut self, piece: &str, out: &mut String) -> Option<usize> {
         if self.hit.is_some() {
             return self.hit;
@@ -91,14 +76,8 @@ impl StopMatcher {
         None
     }
 
-    /// Takes a piece in which no stop string may end or begin (before `min_tokens` is reached).
-    pub fn pass(&mut self, piece: &str) -> String {
-        let mut text = String::new();
-        self.pass_into(piece, &mut text);
-        text
-    }
-
-    /// [`Self::pass`] that adds the text to `out`.
+    /// Takes a piece in which no stop string may end or begin (before `min_tokens` is reached), and adds the text to
+    /// `out`.
     pub fn pass_into(&mut self, piece: &str, out: &mut String) {
         for stop in &mut self.stops {
             stop.state = 0;
@@ -109,12 +88,7 @@ impl StopMatcher {
         }
     }
 
-    /// Ends the text: what was held back and became no stop string.
-    pub fn finish(&mut self) -> String {
-        std::mem::take(&mut self.held)
-    }
-
-    /// [`Self::finish`] that adds the text to `out`.
+    /// Ends the text: adds what was held back and became no stop string to `out`.
     pub fn finish_into(&mut self, out: &mut String) {
         out.push_str(&self.held);
         self.held.clear();
@@ -176,14 +150,34 @@ mod tests {
         StopMatcher::new(&stops, include).unwrap()
     }
 
+    impl StopMatcher {
+        fn push(&mut self, piece: &str) -> (String, Option<usize>) {
+            let mut text = String::new();
+            let hit = self.push_into(piece, &mut text);
+            (text, hit)
+        }
+
+        fn pass(&mut self, piece: &str) -> String {
+            let mut text = String::new();
+            self.pass_into(piece, &mut text);
+            text
+        }
+
+        fn finish(&mut self) -> String {
+            let mut text = String::new();
+            self.finish_into(&mut text);
+            text
+        }
+    }
+
     /// The text shown for these pieces, and the hit.
     fn run(matcher: &mut StopMatcher, pieces: &[&str]) -> (String, Option<usize>) {
         let mut text = String::new();
         for piece in pieces {
-            let step = matcher.push(piece);
-            text += &step.text;
-            if step.hit.is_some() {
-                return (text, step.hit);
+            let (shown, hit) = matcher.push(piece);
+            text += &shown;
+            if hit.is_some() {
+                return (text, hit);
             }
         }
         (text + &matcher.finish(), None)
@@ -220,30 +214,24 @@ mod tests {
             ("a END".to_owned(), Some(0))
         );
         assert_eq!(stop.matched(), Some("END"));
-        assert_eq!(
-            stop.push("more"),
-            StopStep {
-                text: String::new(),
-                hit: Some(0)
-            }
-        );
+        assert_eq!(stop.push("more"), (String::new(), Some(0)));
         assert_eq!(stop.finish(), "");
     }
 
     #[test]
     fn text_that_cannot_become_a_stop_is_not_held_back() {
         let mut stop = matcher(&["</answer>"], false);
-        assert_eq!(stop.push("hello ").text, "hello ");
-        assert_eq!(stop.push("a </ans").text, "a ");
-        assert_eq!(stop.push("x").text, "</ansx");
+        assert_eq!(stop.push("hello ").0, "hello ");
+        assert_eq!(stop.push("a </ans").0, "a ");
+        assert_eq!(stop.push("x").0, "</ansx");
     }
 
     #[test]
     fn passed_text_neither_matches_nor_begins_a_match() {
         let mut stop = matcher(&["ab"], false);
         assert_eq!(stop.pass("ab a"), "ab a");
-        assert_eq!(stop.push("b").text, "b");
-        assert_eq!(stop.push("a").text, "");
+        assert_eq!(stop.push("b").0, "b");
+        assert_eq!(stop.push("a").0, "");
         assert_eq!(stop.pass("b"), "ab");
         assert_eq!(run(&mut stop, &["ab"]), (String::new(), Some(0)));
     }
@@ -283,11 +271,11 @@ mod tests {
             let mut matcher = StopMatcher::new(&stops, include).unwrap();
             let (mut shown, mut fed, mut hit) = (String::new(), 0, None);
             for piece in &pieces {
-                let step = matcher.push(piece);
-                shown += &step.text;
+                let (text, found) = matcher.push(piece);
+                shown += &text;
                 fed += piece.chars().count();
-                if step.hit.is_some() {
-                    hit = step.hit;
+                if found.is_some() {
+                    hit = found;
                     break;
                 }
                 prop_assert!(fed - shown.chars().count() < longest);

@@ -1,7 +1,7 @@
 //! The KV side of requests: prompts read from prefill instances, prompts kept for decode instances.
 
 use crate::engine::{EngineHandle, Fetch, HeldBlocks};
-use crate::handoff::{self, Exporter, FetchReport, Importer, Use};
+use crate::handoff::{self, Exporter, FetchReport, Importer};
 use crate::metrics::KvMetrics;
 use parking_lot::Mutex;
 use std::collections::HashMap;
@@ -180,7 +180,7 @@ impl Claim {
         let prompt = self.prompt.get().ok_or_else(|| {
             ApiError::new(ErrorKind::Internal, "the prompt of a KV fetch is not known")
         })?;
-        self.claim.fetch(prompt, blocks, positions, Use::Last).await
+        self.claim.fetch(prompt, blocks, positions).await
     }
 }
 

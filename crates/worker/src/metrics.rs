@@ -45,6 +45,12 @@ struct CodeLabels {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ErrorLabels {
+    code: &'static str,
+    fault: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct DirectionLabels {
     direction: &'static str,
 }
@@ -123,7 +129,7 @@ pub(crate) struct InstanceMetrics {
     pub(crate) registry: Metrics,
     pub(crate) engine: EngineMetrics,
     pub(crate) kv: KvMetrics,
-    errors: Family<CodeLabels, Counter>,
+    errors: Family<ErrorLabels, Counter>,
     ready: Gauge,
 }
 
@@ -140,7 +146,7 @@ impl InstanceMetrics {
             kv,
             errors: registry.counters(
                 "twinfer_request_errors",
-                "Requests that ended with an error, by code",
+                "Requests that ended with an error, by code and whose fault it was",
             ),
             ready: registry.gauge(
                 "twinfer_ready",
@@ -153,8 +159,9 @@ impl InstanceMetrics {
     /// An error that a client was told of.
     pub(crate) fn error(&self, error: &ApiError) {
         self.errors
-            .get_or_create(&CodeLabels {
+            .get_or_create(&ErrorLabels {
                 code: error.kind.code(),
+                fault: error.kind.fault().as_str(),
             })
             .inc();
     }

@@ -3,7 +3,7 @@
 use crate::{LoadProgress, Model, SamplingDefaults, ServeError};
 use std::path::PathBuf;
 use std::sync::Arc;
-use twinfer_config::{FlagError, Quantization, ServeConfig};
+use twinfer_config::{FlagError, MOST_THREADS, Quantization, ServeConfig};
 use twinfer_engine::{
     KvMemory, LoadOptions, ModelError, Sharing, default_share_dir, hub_revision, model_texts,
 };
@@ -147,7 +147,7 @@ fn options(config: &ServeConfig) -> Result<LoadOptions<'static>, ServeError> {
     Ok(LoadOptions {
         dtype: config.dtype,
         quantize: config.quantization == Quantization::W8a8,
-        threads: threads.max(1),
+        threads: threads.clamp(1, MOST_THREADS as usize),
         cpus,
         isa: config.isa.clone(),
         block_size: config.block_size as usize,

@@ -2,7 +2,7 @@ use crate::ServeError;
 use std::fmt::Display;
 use std::time::Duration;
 use twinfer_config::model::parse_bytes;
-use twinfer_config::{CoreSet, FlagError, ServeConfig};
+use twinfer_config::{CoreSet, FlagError, MOST_THREADS, ServeConfig};
 use twinfer_engine::{EngineConfig, MAX_DRAFTS};
 
 /// Longest settle and drain times.
@@ -57,19 +57,20 @@ impl Settings {
             ("kv-lease", config.kv_lease.into(), 1, 86_400),
             ("kv-timeout", config.kv_timeout.into(), 1, 86_400),
             ("max-body-bytes", config.max_body_bytes, 1024, 1 << 30),
+            (
+                "threads",
+                config.threads.unwrap_or(1).into(),
+                1,
+                MOST_THREADS.into(),
+            ),
         ];
         for (flag, value, least, most) in bounds {
             if !(least..=most).contains(&value) {
                 return bad(flag, &value, format!("{least} to {most} are allowed"));
             }
         }
-        for (flag, value) in [
-            ("threads", config.threads),
-            ("max-output-tokens", config.max_output_tokens),
-        ] {
-            if value == Some(0) {
-                return bad(flag, &0, "at least 1 is allowed".to_owned());
-            }
+        if config.max_output_tokens == Some(0) {
+            return bad("max-output-tokens", &0, "at least 1 is allowed".to_owned());
         }
         if let Some(length @ ..2) = config.max_model_len {
             let allowed = "at least 2 is allowed, one token in and one out";

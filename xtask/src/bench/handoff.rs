@@ -97,7 +97,8 @@ pub(super) fn measure(rounds: usize) -> Result<Vec<Round>> {
             let params =
                 prefill.block_on(exporter.register(RequestId(request), held, &prompt, None))?;
             let start = Instant::now();
-            let report = decode.block_on(importer.fetch(&params, &prompt, &blocks, tokens))?;
+            let claim = importer.claim(importer.check(&params)?);
+            let report = decode.block_on(claim.fetch(&prompt, &blocks, 0..tokens))?;
             // The first one opens the connection and touches the pages.
             if pull > 0 {
                 bytes += report.bytes;

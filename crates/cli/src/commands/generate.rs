@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use twinfer_config::model::parse_bytes;
-use twinfer_config::{GenerateConfig, LineFormat, Quantization};
+use twinfer_config::{GenerateConfig, LineFormat, MOST_THREADS, Quantization};
 use twinfer_deploy::CoreSet;
 use twinfer_engine::{
     Engine, EngineConfig, FinishReason, GenerateError, Generated, KvMemory, LoadOptions, Request,
@@ -79,7 +79,8 @@ fn engine(config: &GenerateConfig, tokenizer: &Arc<Tokenizer>) -> Result<Engine,
             format!("core {missing} is not permitted to this process"),
         ));
     }
-    let cores = cpus.as_ref().map_or(permitted.len(), Vec::len).max(1);
+    let cores = cpus.as_ref().map_or(permitted.len(), Vec::len);
+    let cores = cores.clamp(1, MOST_THREADS as usize);
     let threads = config.threads.map_or(cores, |threads| threads as usize);
     let kv = match &config.kv_cache_memory {
         None => KvMemory::Share(0.25),

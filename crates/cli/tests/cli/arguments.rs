@@ -55,6 +55,16 @@ fn wrong_arguments_and_files_have_their_exit_codes_and_are_named() {
             2,
             "--threads is 3, but --cpus names 1 core",
         ),
+        (
+            &["serve", model, "--port", "0", "--threads", "1025"],
+            64,
+            "threads is 1025; 1 to 1024 are allowed",
+        ),
+        (
+            &["serve", model, "--threads", "many"],
+            2,
+            "allowed: whole numbers from 1 to 1024",
+        ),
         (&["serve", model, "--cpus", "0-"], 2, "--cpus: "),
         (&["serve", model, "--api-key", "hunter2"], 2, "--api-key"),
         (

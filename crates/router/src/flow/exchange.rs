@@ -331,7 +331,7 @@ impl Exchange {
             });
         }
         if let Some(kind) = refusal.kind() {
-            self.shared.metrics.error(kind.code());
+            self.shared.metrics.error(kind);
         }
         let mut response = refusal.into_response();
         self.id.mark(response.headers_mut());
@@ -368,7 +368,7 @@ impl Exchange {
 
     /// Counts an error that a stream carries.
     pub(crate) fn note_error(&self, kind: ErrorKind) {
-        self.shared.metrics.error(kind.code());
+        self.shared.metrics.error(kind);
     }
 
     pub(crate) fn is_broken(&self) -> bool {

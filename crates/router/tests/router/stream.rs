@@ -189,7 +189,10 @@ async fn a_stream_that_breaks_ends_with_an_error_event_and_done() {
     }
     wait(|| router.idle()).await;
     let broken = router
-        .metric("twinfer_router_errors_total", &["decode_failed"])
+        .metric(
+            "twinfer_router_errors_total",
+            &["code=\"decode_failed\"", "fault=\"decode\""],
+        )
         .await;
     assert_eq!(broken as usize, events[1].len() + 1);
 }

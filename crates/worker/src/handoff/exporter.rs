@@ -274,14 +274,6 @@ impl Exporter {
         }
     }
 
-    /// Ends the lease that an answer's parameters name, when that answer cannot be delivered.
-    pub fn release_params(&self, params: &KvTransferParams) -> ReleaseOutcome {
-        match params.remote_request_id.as_deref().map(str::parse) {
-            Some(Ok(id)) => self.shared.release(id),
-            _ => ReleaseOutcome::Unknown,
-        }
-    }
-
     /// Requests whose held KV nobody reads any more, each exactly once: the engine's thread passes them
     /// to `Engine::release_held`.
     pub fn take_freed(&self) -> Vec<RequestId> {
@@ -378,9 +370,9 @@ impl Reading {
         &self.held
     }
 
-    /// The reader has everything; with `release` nobody else is to come.
-    pub(crate) fn finish(mut self, release: bool) {
-        self.end(release);
+    /// The reader has everything; nobody else is to come.
+    pub(crate) fn finish(mut self) {
+        self.end(true);
     }
 
     fn end(&mut self, release: bool) {

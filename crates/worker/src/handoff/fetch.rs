@@ -173,16 +173,11 @@ impl<'a> Fetch<'a> {
         Ok(())
     }
 
-    /// Tells the exporter that all has come; with `release`, that nobody else comes. Returns whether that
-    /// went out: if not, all is well here, but the exporter does not know.
-    pub(crate) async fn acknowledge(
-        &self,
-        connection: &mut Connection,
-        release: bool,
-        timeout: Duration,
-    ) -> bool {
+    /// Tells the exporter that all has come. Returns whether that went out: if not, all is well here, but the
+    /// exporter does not know.
+    pub(crate) async fn acknowledge(&self, connection: &mut Connection, timeout: Duration) -> bool {
         let handle = WireHandle::new(self.handle.epoch.0, self.handle.id);
-        let done = Request::Done { handle, release };
+        let done = Request::Done { handle };
         let deadline = Instant::now() + timeout;
         connection.channel.send(&done, deadline).await.is_ok()
     }

@@ -28,8 +28,8 @@ pub(crate) const PROOF_LEN: usize = 32;
 /// Bytes of a frame's tag.
 pub(crate) const TAG_LEN: usize = 16;
 /// Version of everything said on the KV channel, to be raised with any change of a message; another one is
-/// refused. 2: fingerprints name the MTP layer. 3: a pull names its first block.
-pub(crate) const VERSION: u16 = 3;
+/// refused. 2: fingerprints name the MTP layer. 3: a pull names its first block. 4: what was read is free.
+pub(crate) const VERSION: u16 = 4;
 
 const MAGIC: [u8; 8] = *b"twinfrKV";
 

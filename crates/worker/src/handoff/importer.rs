@@ -16,7 +16,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::{Notify, mpsc};
 use tokio::time::Instant;
@@ -78,16 +78,6 @@ pub struct FetchReport {
     pub seconds: f64,
 }
 
-/// Does another fetch of the same claim begin after this one?
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Use {
-    /// No: the prefill instance frees the KV as soon as it is read, or, if an earlier fetch still runs
-    /// then, when the claim is dropped.
-    Last,
-    /// Maybe (another choice of the same request).
-    More,
-}
-
 /// The decode side of connector `pull`. Cheap to clone.
 #[derive(Clone)]
 pub struct Importer {
@@ -95,19 +85,14 @@ pub struct Importer {
 }
 
 /// A handle in use by a request here: renewed while this lives, released when it is dropped without a
-/// last fetch that ended well.
+/// fetch that ended well.
 pub struct Claim {
     importer: Importer,
     handle: Arc<RemoteHandle>,
     number: u64,
-    /// The prefill instance was told that nobody else comes.
+    /// The prefill instance was told that all of it has come.
     settled: AtomicBool,
-    /// Fetches in progress.
-    running: AtomicU32,
 }
-
-/// Counts a fetch in progress for as long as it lives.
-struct Running<'a>(&'a AtomicU32);
 
 pub(crate) struct Shared {
     pub(crate) config: ImporterConfig,
@@ -212,20 +197,7 @@ impl Importer {
             handle,
             number,
             settled: AtomicBool::new(false),
-            running: AtomicU32::new(0),
         }
-    }
-
-    /// [`Self::check`], [`Self::claim`] and a last [`Claim::fetch`] in one.
-    pub async fn fetch(
-        &self,
-        params: &KvTransferParams,
-        prompt: &[TokenId],
-        blocks: &[BlockId],
-        tokens: u32,
-    ) -> Result<FetchReport, ApiError> {
-        let claim = self.claim(self.check(params)?);
-        claim.fetch(prompt, blocks, 0..tokens, Use::Last).await
     }
 
     /// Releases a handle and waits for the answer; see [`Self::release_later`] for ways out that cannot
@@ -294,7 +266,8 @@ impl Claim {
 
     /// Fills the first blocks of `blocks` with the KV of `positions`, which begin a block, all of it
     /// verified. `prompt` must begin with the tokens that the handle covers; `blocks` belong to nobody else
-    /// while this runs. What follows the last position in the last block is undefined afterwards.
+    /// while this runs. What follows the last position in the last block is undefined afterwards. The prefill
+    /// instance frees the KV as soon as it is read: there is no second fetch of a claim.
     ///
     /// After an error, or when this is dropped, what is in the blocks is of no use. A connection that
     /// was idle and turns out dead is replaced once.
@@ -306,11 +279,10 @@ impl Claim {
         prompt: &[TokenId],
         blocks: &[BlockId],
         positions: Range<u32>,
-        last: Use,
     ) -> Result<FetchReport, ApiError> {
         let shared = &self.importer.shared;
         let started = Instant::now();
-        let fetched = self.try_fetch(prompt, blocks, positions, last).await;
+        let fetched = self.try_fetch(prompt, blocks, positions).await;
         match fetched {
             Ok((bytes, blocks)) => {
                 shared.counters.pulls.add(1);
@@ -333,15 +305,13 @@ impl Claim {
         prompt: &[TokenId],
         blocks: &[BlockId],
         positions: Range<u32>,
-        last: Use,
     ) -> Result<(u64, u32), ApiError> {
         let shared = &self.importer.shared;
         let handle = &*self.handle;
         if positions.is_empty() {
-            // Nothing to read; a last use is then a release, sent when the claim is dropped.
+            // Nothing to read: a release is sent when the claim is dropped.
             return Ok((0, 0));
         }
-        let _running = Running::new(&self.running);
         let (geometry, shape) = (shared.config.geometry, shared.geometry);
         let fetch = Fetch::new(handle, geometry, shape, prompt, positions)?;
         let arena = Arc::clone(&shared.config.arena);
@@ -367,11 +337,8 @@ impl Claim {
             let timeout = shared.config.timeout;
             match fetch.run(&mut connection, &mut guards, timeout).await {
                 Ok(()) => {
-                    // An earlier fetch may not have reached the prefill instance yet.
-                    let alone = self.running.load(Ordering::Relaxed) == 1;
-                    let release = last == Use::Last && alone;
-                    if fetch.acknowledge(&mut connection, release, timeout).await {
-                        self.settled.fetch_or(release, Ordering::Relaxed);
+                    if fetch.acknowledge(&mut connection, timeout).await {
+                        self.settled.store(true, Ordering::Relaxed);
                         shared.pool.keep(connection);
                     }
                     return Ok((fetch.payload(), fetch.blocks()));
@@ -388,19 +355,6 @@ impl Claim {
                 Err(FetchError::Wrong(error)) => return Err(error),
             }
         }
-    }
-}
-
-impl<'a> Running<'a> {
-    fn new(count: &'a AtomicU32) -> Self {
-        count.fetch_add(1, Ordering::Relaxed);
-        Self(count)
-    }
-}
-
-impl Drop for Running<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -27,7 +27,7 @@ mod wire;
 
 pub use exporter::{BindError, Exporter, ExporterConfig};
 pub use handshake::PeerKey;
-pub use importer::{Claim, FetchReport, Importer, ImporterConfig, ImporterError, Use};
+pub use importer::{Claim, FetchReport, Importer, ImporterConfig, ImporterError};
 pub use keeper::ImporterKeeper;
 pub(crate) use keeper::RENEWALS;
 pub use lease::HandleId;

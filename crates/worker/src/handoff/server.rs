@@ -363,12 +363,9 @@ impl Connection {
             .await?;
         self.shared.counters.bytes.add(payload);
         match channel.receive::<Request>(Instant::now() + timeout).await? {
-            Request::Done {
-                handle: done,
-                release,
-            } if done == handle => {
+            Request::Done { handle: done } if done == handle => {
                 drop(guards);
-                reading.finish(release);
+                reading.finish();
                 self.shared.counters.pulls.add(1);
                 Ok(())
             }

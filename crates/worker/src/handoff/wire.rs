@@ -12,7 +12,7 @@
 //! then any number of
 //! Pull{handle, token hash, shape}   ->
 //!                                   <-    Header{...} checksums units | Refused
-//! Done{handle, release}             ->
+//! Done{handle}                      ->
 //! Release{handle}                   ->
 //!                                   <-    Released{outcome} | Refused
 //! Renew{handles}                    ->
@@ -73,12 +73,8 @@ pub(crate) enum Request {
         blocks: u32,
         geometry: WireGeometry,
     },
-    /// All units came and were right.
-    Done {
-        handle: WireHandle,
-        /// Nobody else is to read it.
-        release: bool,
-    },
+    /// All units came and were right; nobody else is to read it.
+    Done { handle: WireHandle },
     /// Nobody is to read it.
     Release { handle: WireHandle },
     /// Somebody is still to read these, at most [`RENEW_CAP`].

@@ -93,7 +93,7 @@ async fn errors_name_the_field() {
     }
     assert_eq!(
         server
-            .metric("twinfer_request_errors_total{code=\"model_not_found\"}")
+            .metric("twinfer_request_errors_total{code=\"model_not_found\",fault=\"client\"}")
             .await,
         1.0
     );

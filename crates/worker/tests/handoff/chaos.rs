@@ -15,7 +15,6 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use twinfer_engine::{HeldKv, RequestId};
 use twinfer_protocol::{BlockId, ErrorKind, KvRelease};
-use twinfer_worker::handoff::Use;
 
 /// What happens to a request.
 #[derive(Clone, Debug)]
@@ -149,10 +148,10 @@ impl Stage {
             .decode
             .importer
             .claim(self.decode.importer.check(&params).unwrap());
-        let fetch = async |last: Use| {
+        let fetch = async || {
             let targets = self.target.take(count).await;
             let wanted = fate.tokens - 1;
-            let fetched = claim.fetch(&prompt, &targets, 0..wanted as u32, last).await;
+            let fetched = claim.fetch(&prompt, &targets, 0..wanted as u32).await;
             match &fetched {
                 Ok(_) => assert!(
                     self.decode.memory.holds(&targets, wanted, seed(&prompt)),
@@ -173,12 +172,12 @@ impl Stage {
             fetched
         };
         match fate.act {
-            Act::Fetch if fate.wait == 0 => drop(fetch(Use::Last).await),
-            Act::Fetch | Act::Damage(_) | Act::Cut(_) => drop(fetch(Use::Last).await),
+            Act::Fetch if fate.wait == 0 => drop(fetch().await),
+            Act::Fetch | Act::Damage(_) | Act::Cut(_) => drop(fetch().await),
             Act::Cancel(after) => {
                 let targets = self.target.take(count).await;
                 let wanted = fate.tokens as u32 - 1;
-                let fetch = claim.fetch(&prompt, &targets, 0..wanted, Use::Last);
+                let fetch = claim.fetch(&prompt, &targets, 0..wanted);
                 let _ = timeout(Duration::from_micros(after), fetch).await;
                 // The blocks are free as soon as the fetch is dropped.
                 targets
@@ -187,16 +186,14 @@ impl Stage {
                 self.target.put(targets);
             }
             Act::Twice => {
-                let _ = tokio::join!(fetch(Use::More), fetch(Use::Last));
+                let _ = tokio::join!(fetch(), fetch());
             }
             Act::ReleaseMeanwhile => {
                 let release = KvRelease {
                     remote_request_id: params.remote_request_id.clone().unwrap(),
                     epoch: twinfer_protocol::Epoch(self.options.epoch),
                 };
-                let _ = tokio::join!(fetch(Use::Last), async {
-                    self.prefill.exporter.release(&release)
-                });
+                let _ = tokio::join!(fetch(), async { self.prefill.exporter.release(&release) });
             }
             Act::Refuse | Act::Forget => {}
         }

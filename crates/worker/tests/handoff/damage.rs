@@ -1,7 +1,7 @@
 //! Damaged, short, swapped, stale and foreign KV: each is seen, none is taken for good.
 
 use crate::proxy::{Exchange, Fault, Proxy};
-use crate::support::{Decode, Options, Prefill, prompt, redirect, seed};
+use crate::support::{Decode, Fetch as _, Options, Prefill, prompt, redirect, seed};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
@@ -337,7 +337,7 @@ async fn a_handle_that_has_ended_is_stale() {
     let (prefill, decode) = (Prefill::start(&options).await, Decode::start(&options));
     let prompt = prompt(1, TOKENS);
     let released = prefill.hold(&prompt, &[0, 1, 2]).await;
-    prefill.exporter.release_params(&released);
+    prefill.release(&released);
     let expired = prefill.hold(&prompt, &[0, 1, 2]).await;
     assert_eq!(prefill.freed(2).await, [0, 1]);
     for (params, word) in [(&released, "released"), (&expired, "expired")] {

@@ -1,7 +1,7 @@
 //! What strangers may send to the KV port: all of it is closed and counted, none of it disturbs peers.
 
 use crate::proxy::{Fault, Proxy};
-use crate::support::{Decode, Options, Prefill, eventually, prompt, redirect, seed};
+use crate::support::{Decode, Fetch as _, Options, Prefill, eventually, prompt, redirect, seed};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -12,7 +12,7 @@ use twinfer_protocol::ErrorKind;
 use twinfer_worker::handoff::RejectionCounts;
 
 /// Of the KV channel's protocol.
-const VERSION: u16 = 3;
+const VERSION: u16 = 4;
 
 /// A well-formed hello of an importer that has a key.
 fn hello(version: u16) -> Vec<u8> {
@@ -219,7 +219,7 @@ async fn keys_that_differ_are_named_by_the_importer() {
         })
         .await;
         assert_eq!(server.exporter.stats().leases, 1);
-        server.exporter.release_params(&params);
+        server.release(&params);
         server.freed(1).await;
     }
 }

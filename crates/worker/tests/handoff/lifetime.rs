@@ -1,7 +1,7 @@
 //! How long KV, blocks and connections live: leases, cancels, silence, idleness, restarts.
 
 use crate::proxy::{Fault, Proxy};
-use crate::support::{Decode, Options, Prefill, eventually, prompt, redirect, seed};
+use crate::support::{Decode, Fetch as _, Options, Prefill, eventually, prompt, redirect, seed};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
@@ -10,7 +10,6 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use twinfer_engine::{HeldKv, KvGeometry, RequestId};
 use twinfer_protocol::{ErrorKind, KvTransferParams};
-use twinfer_worker::handoff::Use;
 
 /// KV that does not fit into the buffers of a connection: 4 layers of 64 blocks of 128 KiB.
 const LARGE: KvGeometry = KvGeometry {
@@ -66,10 +65,6 @@ async fn a_claim_keeps_its_lease_and_its_end_releases_it() {
         .claim(decode.importer.check(&params).unwrap());
     sleep(options.lease * 3).await;
     assert_eq!(prefill.exporter.stats().leases, 1);
-    claim
-        .fetch(&prompt, &[5, 6, 7], 0..8, Use::More)
-        .await
-        .unwrap();
     let began = Instant::now();
     drop(claim);
     assert_eq!(prefill.freed(1).await, [0]);
@@ -183,7 +178,7 @@ async fn peers_that_are_silent_do_not_delay_renewals_to_others() {
     let mut fetches = JoinSet::new();
     for block in 0..FETCHES {
         let (claim, prompt) = (claim(&elsewhere), prompt.clone());
-        fetches.spawn(async move { claim.fetch(&prompt, &[block], 0..2, Use::Last).await });
+        fetches.spawn(async move { claim.fetch(&prompt, &[block], 0..2).await });
     }
     sleep(options.lease * 2).await;
     assert_eq!(prefill.exporter.stats().expired, 0);
@@ -272,7 +267,7 @@ async fn a_registration_that_nobody_waits_for_is_given_back() {
             .register(RequestId(u64::from(round)), held, &prompt, None);
         let outcome = timeout(Duration::from_micros(u64::from(round) * 300), register).await;
         if let Ok(params) = outcome {
-            prefill.exporter.release_params(&params.unwrap());
+            prefill.release(&params.unwrap());
         }
         assert_eq!(prefill.freed(1).await, [u64::from(round)]);
         assert_eq!(
@@ -402,7 +397,7 @@ async fn a_reader_that_goes_silent_loses_its_pin() {
     let mut tasks = JoinSet::new();
     tasks.spawn(async move {
         claim
-            .fetch(&prompt, &all_blocks(), 0..LARGE_TOKENS as u32, Use::Last)
+            .fetch(&prompt, &all_blocks(), 0..LARGE_TOKENS as u32)
             .await
     });
     eventually("it reads", || prefill.exporter.stats().readers == 1).await;
@@ -616,7 +611,7 @@ async fn a_server_that_stops_ends_reads_and_lets_go_of_memory() {
     let reads = Arc::clone(&claim);
     tasks.spawn(async move {
         reads
-            .fetch(&prompt, &all_blocks(), 0..LARGE_TOKENS as u32, Use::Last)
+            .fetch(&prompt, &all_blocks(), 0..LARGE_TOKENS as u32)
             .await
     });
     eventually("it reads", || prefill.exporter.stats().readers == 1).await;

@@ -1,7 +1,7 @@
 //! Two processes, one of which is killed.
 
 use crate::proxy::Proxy;
-use crate::support::{Decode, Options, Prefill, eventually, prompt, redirect, seed};
+use crate::support::{Decode, Fetch as _, Options, Prefill, eventually, prompt, redirect, seed};
 use std::process::Stdio;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;

@@ -9,10 +9,13 @@ use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use twinfer_engine::{HeldKv, KvGeometry, RequestId};
-use twinfer_protocol::{BlockId, Epoch, Fingerprint, KvTransferParams, TokenId};
+use twinfer_protocol::{
+    ApiError, BlockId, Epoch, Fingerprint, KvRelease, KvTransferParams, TokenId,
+};
 use twinfer_sys::BlockArena;
 use twinfer_worker::handoff::{
-    Exporter, ExporterConfig, Importer, ImporterConfig, KvListener, PeerKey,
+    Exporter, ExporterConfig, FetchReport, Importer, ImporterConfig, KvListener, PeerKey,
+    ReleaseOutcome,
 };
 
 pub(crate) const GEOMETRY: KvGeometry = KvGeometry {
@@ -191,6 +194,16 @@ impl Prefill {
             .unwrap()
     }
 
+    /// Ends a lease early, as the release route does.
+    pub(crate) fn release(&self, params: &KvTransferParams) -> ReleaseOutcome {
+        let engine = params.remote_engine_id.as_deref().unwrap();
+        let (_, epoch) = engine.rsplit_once('-').unwrap();
+        self.exporter.release(&KvRelease {
+            remote_request_id: params.remote_request_id.clone().unwrap(),
+            epoch: epoch.parse().unwrap(),
+        })
+    }
+
     /// The ids that come back within a second, once there are `count`.
     pub(crate) async fn freed(&self, count: usize) -> Vec<u64> {
         let mut freed = Vec::new();
@@ -271,6 +284,31 @@ impl Decode {
         timeout(Duration::from_secs(3), self.tasks.wait())
             .await
             .expect("the keeper stops");
+    }
+}
+
+/// A claim that is read at once.
+pub(crate) trait Fetch {
+    /// Fills positions `0..tokens`.
+    fn fetch(
+        &self,
+        params: &KvTransferParams,
+        prompt: &[TokenId],
+        blocks: &[BlockId],
+        tokens: u32,
+    ) -> impl Future<Output = Result<FetchReport, ApiError>> + Send;
+}
+
+impl Fetch for Importer {
+    async fn fetch(
+        &self,
+        params: &KvTransferParams,
+        prompt: &[TokenId],
+        blocks: &[BlockId],
+        tokens: u32,
+    ) -> Result<FetchReport, ApiError> {
+        let claim = self.claim(self.check(params)?);
+        claim.fetch(prompt, blocks, 0..tokens).await
     }
 }
 

@@ -1,18 +1,15 @@
 //! What arrives is what was sealed, in every shape; and what a good transfer leaves behind.
 
-use crate::proxy::{Fault, Proxy};
 use crate::support::{
-    BLOCKS, Decode, Memory, Options, Prefill, eventually, prompt, redirect, seed,
+    BLOCKS, Decode, Fetch as _, Memory, Options, Prefill, eventually, prompt, seed,
 };
 use proptest::prelude::*;
 use std::collections::HashSet;
-use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 use twinfer_engine::{HeldKv, KvGeometry, RequestId};
 use twinfer_protocol::{ErrorKind, Fingerprint, KvRelease, KvTransferParams};
 use twinfer_worker::handoff::{
-    BindError, Exporter, ExporterConfig, FetchReport, KvListener, ReleaseOutcome, Use,
+    BindError, Exporter, ExporterConfig, FetchReport, KvListener, ReleaseOutcome,
 };
 
 #[tokio::test]
@@ -91,10 +88,7 @@ async fn a_rest_that_begins_at_any_block_arrives_alone() {
         let claim = importer.claim(importer.check(&params).unwrap());
         let before = importer.stats().bytes;
         let rest = (first * block) as u32..tokens as u32 - 1;
-        let report = claim
-            .fetch(&prompt, &all[first..], rest, Use::Last)
-            .await
-            .unwrap();
+        let report = claim.fetch(&prompt, &all[first..], rest).await.unwrap();
         drop(claim);
         assert!(
             decode.memory.holds(&all, tokens - 1, seed(&prompt)),
@@ -112,7 +106,7 @@ async fn a_rest_that_begins_at_any_block_arrives_alone() {
     let claim = decode
         .importer
         .claim(decode.importer.check(&params).unwrap());
-    let fetched = claim.fetch(&prompt, &all, 2..8, Use::Last).await;
+    let fetched = claim.fetch(&prompt, &all, 2..8).await;
     assert_eq!(fetched.unwrap_err().kind, ErrorKind::Internal);
     drop(claim);
     prefill.freed(1).await;
@@ -177,69 +171,6 @@ async fn concurrent_requests_get_their_own_kv_and_free_it() {
         decode.importer.stats().connections <= 4,
         "idle connections are bounded"
     );
-}
-
-#[tokio::test]
-async fn several_choices_read_one_handle_and_the_last_one_out_releases_it() {
-    let options = Options::default();
-    let (prefill, decode) = (Prefill::start(&options).await, Decode::start(&options));
-    let prompt = prompt(1, 9);
-    let params = prefill.hold(&prompt, &[0, 1, 2]).await;
-    let claim = Arc::new(
-        decode
-            .importer
-            .claim(decode.importer.check(&params).unwrap()),
-    );
-    for choice in 0..3_u32 {
-        let targets = [choice * 3, choice * 3 + 1, choice * 3 + 2];
-        claim
-            .fetch(&prompt, &targets, 0..8, Use::More)
-            .await
-            .unwrap();
-        assert!(decode.memory.holds(&targets, 8, seed(&prompt)));
-    }
-    assert_eq!(
-        prefill.exporter.stats().leases,
-        1,
-        "a further choice may come"
-    );
-    drop(claim);
-    assert_eq!(prefill.freed(1).await, [0]);
-    prefill.is_idle().await;
-}
-
-#[tokio::test]
-async fn the_last_of_concurrent_fetches_does_not_take_the_kv_from_the_others() {
-    let options = Options::default();
-    let (prefill, decode) = (Prefill::start(&options).await, Decode::start(&options));
-    // The first fetch is slow to ask: its connection goes a long way.
-    let pause = Fault::Slow(Duration::from_millis(60), 4);
-    let proxy = Proxy::start(prefill.addr(), Vec::new(), vec![pause]).await;
-    let prompt = prompt(1, 9);
-    let params = redirect(&prefill.hold(&prompt, &[0, 1, 2]).await, proxy.addr);
-    let claim = decode
-        .importer
-        .claim(decode.importer.check(&params).unwrap());
-    let slow = claim.fetch(&prompt, &[0, 1, 2], 0..8, Use::More);
-    let quick = async {
-        // The slow one has the connection that is slow.
-        eventually("it dials", || proxy.connections.load(Relaxed) == 1).await;
-        let fetched = claim.fetch(&prompt, &[3, 4, 5], 0..8, Use::Last).await;
-        assert_eq!(
-            prefill.exporter.stats().leases,
-            1,
-            "the other one is still to come"
-        );
-        fetched
-    };
-    let (slow, quick) = tokio::join!(slow, quick);
-    slow.unwrap();
-    quick.unwrap();
-    assert!(decode.memory.holds(&[0, 1, 2], 8, seed(&prompt)));
-    assert!(decode.memory.holds(&[3, 4, 5], 8, seed(&prompt)));
-    drop(claim);
-    assert_eq!(prefill.freed(1).await, [0]);
-    prefill.is_idle().await;
 }
 
 #[tokio::test]
@@ -337,17 +268,11 @@ async fn blocks_that_cannot_be_filled_are_an_error_of_ours() {
         .claim(decode.importer.check(&params).unwrap());
     let in_use = decode.memory.arena.read(6).unwrap();
     for targets in [&[5, 6, 7][..], &[5, 5, 7], &[5, BLOCKS, 7], &[5]] {
-        let error = claim
-            .fetch(&prompt, targets, 0..8, Use::Last)
-            .await
-            .unwrap_err();
+        let error = claim.fetch(&prompt, targets, 0..8).await.unwrap_err();
         assert_eq!(error.kind, ErrorKind::Internal, "{targets:?}");
     }
     drop(in_use);
-    claim
-        .fetch(&prompt, &[5, 6, 7], 0..8, Use::Last)
-        .await
-        .unwrap();
+    claim.fetch(&prompt, &[5, 6, 7], 0..8).await.unwrap();
     drop(claim);
     decode.is_idle().await;
 }
@@ -400,10 +325,7 @@ async fn the_release_route_is_idempotent_and_knows_its_epoch() {
         prefill.exporter.release(&release),
         ReleaseOutcome::AlreadyGone
     );
-    assert_eq!(
-        prefill.exporter.release_params(&params),
-        ReleaseOutcome::AlreadyGone
-    );
+    assert_eq!(prefill.release(&params), ReleaseOutcome::AlreadyGone);
     assert_eq!(prefill.freed(1).await, [0]);
     prefill.is_idle().await;
 }
@@ -522,7 +444,7 @@ proptest! {
                 let params = prefill.hold(&prompt(1, 4), &[0]).await;
                 assert!(seen.insert(params.remote_request_id.clone()));
                 assert!(seen.insert(Some(params.other["remote_kv_seal"].to_string())));
-                prefill.exporter.release_params(&params);
+                prefill.release(&params);
             }
         });
     }

@@ -210,7 +210,6 @@ async fn messages_out_of_order_are_refused() {
     };
     let done = Request::Done {
         handle: victim.handle(),
-        release: true,
     };
     let flood = Request::Renew {
         handles: vec![
@@ -253,10 +252,7 @@ async fn a_transfer_that_is_not_acknowledged_frees_nothing() {
     };
     let endings = [
         Some(victim.pull()),
-        Some(Request::Done {
-            handle: other,
-            release: true,
-        }),
+        Some(Request::Done { handle: other }),
         Some(Request::Release {
             handle: victim.handle(),
         }),

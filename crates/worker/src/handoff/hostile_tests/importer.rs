@@ -117,7 +117,9 @@ async fn fetch_from(greeting: Vec<Say>, answer: Vec<Say>) -> (Result<(), ApiErro
         lease: None,
     };
     let params = handle.to_params(4, None, &PROMPT);
-    let fetched = importer.fetch(&params, &PROMPT, &[2, 1], 5).await;
+    let claim = importer.claim(importer.check(&params).unwrap());
+    let fetched = claim.fetch(&PROMPT, &[2, 1], 0..5).await;
+    drop(claim);
     if fetched.is_ok() {
         let arena = &importer.shared.config.arena;
         for (block, id) in [(0, 2), (1, 1)] {

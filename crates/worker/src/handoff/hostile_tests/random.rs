@@ -45,7 +45,7 @@ fn message() -> impl Strategy<Value = Request> {
                     geometry,
                 }
             }),
-        (handle(), any::<bool>()).prop_map(|(handle, release)| Request::Done { handle, release }),
+        handle().prop_map(|handle| Request::Done { handle }),
         handle().prop_map(|handle| Request::Release { handle }),
         proptest::collection::vec(handle(), 0..4).prop_map(|handles| Request::Renew { handles }),
     ]
