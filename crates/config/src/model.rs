@@ -25,7 +25,7 @@ pub use memory::{KvBudget, KvShape, MemoryError, ModelBytes, StepSize, format_by
 pub use moe::{MAX_EXPERTS, MAX_GROUPS, MoeConfig, Routing};
 pub use quantization::{CompressedTensors, QuantizationConfig, QuantizedActivations, Strategy};
 pub use rope::{Llama3Rope, Rope, RopeScaling, Yarn};
-pub use tensors::{TensorKind, TensorSpec, TensorSpecs};
+pub use tensors::{TensorKind, TensorSpec, TensorSpecs, expert_of};
 pub use v4::{V4_ENGINES, V4Config, V4Layer};
 
 use fields::Fields;

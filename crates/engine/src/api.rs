@@ -273,6 +273,9 @@ pub enum ExecError {
     /// A compute thread died.
     #[error("compute thread failed: {0}")]
     Thread(String),
+    /// The ranks of the instance cannot go on together.
+    #[error("ranks: {0}")]
+    Ranks(String),
     /// An earlier step failed: what the blocks contain is unknown.
     #[error("an earlier step failed")]
     AfterFailure,

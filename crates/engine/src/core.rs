@@ -379,6 +379,16 @@ impl Engine {
         }
     }
 
+    /// Limits.
+    pub(crate) fn config(&self) -> &EngineConfig {
+        &self.config
+    }
+
+    /// Most drafts of a sequence in a step; none without a draft layer.
+    pub(crate) fn drafts(&self) -> Option<u32> {
+        (self.executor.draft_layers() > 0).then_some(self.config.num_speculative_tokens)
+    }
+
     /// Would [`Self::step`] do something now? Not while all requests wait for KV, or for blocks that are
     /// held or being fetched into.
     pub fn has_work(&self) -> bool {

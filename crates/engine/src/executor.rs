@@ -25,6 +25,8 @@ pub struct CpuExecutor {
     kv_buffers: KvBuffers,
     progress: Arc<AtomicU64>,
     probe: Option<Box<dyn Probe>>,
+    /// Passes of the draft layer behind every step of all ranks; none for a rank alone.
+    draft_rounds: Option<usize>,
 }
 
 impl CpuExecutor {
@@ -55,6 +57,29 @@ impl CpuExecutor {
             kv_buffers: KvBuffers::with_room(blocks),
             progress: Arc::default(),
             probe: None,
+            draft_rounds: None,
+        }
+    }
+
+    /// Runs `rounds` passes of the draft layer behind every step, as all ranks do, with or without rows.
+    pub(crate) fn set_draft_rounds(&mut self, rounds: usize) {
+        self.draft_rounds = Some(rounds);
+    }
+
+    /// Takes part in the rounds of drafting from `first` on without rows.
+    fn serve_drafts(&mut self, first: usize) -> Result<(), ExecError> {
+        for _ in first..self.draft_rounds.unwrap_or(0) {
+            let scratch = &mut self.scratch;
+            self.model
+                .serve_draft(&self.team, &self.progress, scratch)?;
+        }
+        Ok(())
+    }
+
+    fn pin_once(&mut self) {
+        if let Some(cpu) = self.pin.take() {
+            // The worker was pinned beside it, so the core is permitted; unpinned it would only be slower.
+            let _ = twinfer_sys::pin_thread(&[cpu]);
         }
     }
 
@@ -282,10 +307,7 @@ impl Executor for CpuExecutor {
             return Ok(());
         }
         self.check(batch).inspect_err(|_| logits.clear())?;
-        if let Some(cpu) = self.pin.take() {
-            // The worker was pinned beside it, so the core is permitted; unpinned it would only be slower.
-            let _ = twinfer_sys::pin_thread(&[cpu]);
-        }
+        self.pin_once();
         let mut rows = 0;
         for work in batch {
             self.spans.push(Span {
@@ -313,7 +335,7 @@ impl Executor for CpuExecutor {
     ) -> Result<(), ExecError> {
         drafts.clear();
         if works.is_empty() {
-            return Ok(());
+            return self.serve_drafts(0);
         }
         self.check_drafts(works)?;
         let state = &mut self.drafting;
@@ -325,10 +347,24 @@ impl Executor for CpuExecutor {
         }
         drafts.resize(total, 0);
         let rounds = works.iter().map(|work| work.count).max().unwrap_or(0);
-        for round in 0..rounds.max(1) {
+        let rounds = rounds.max(1);
+        if let Some(most) = self.draft_rounds.filter(|most| rounds > *most) {
+            return Err(ExecError::OutOfRange(format!(
+                "{rounds} drafts; the ranks agreed on {most} at most"
+            )));
+        }
+        for round in 0..rounds {
             self.draft_round(works, round, drafts)?;
         }
-        Ok(())
+        self.serve_drafts(rounds)
+    }
+
+    fn dummy(&mut self) -> Result<(), ExecError> {
+        self.pin_once();
+        self.spans.clear();
+        let scratch = &mut self.scratch;
+        self.model.serve(&self.team, &self.progress, scratch)?;
+        self.serve_drafts(0)
     }
 
     fn progress(&self) -> Option<Arc<AtomicU64>> {

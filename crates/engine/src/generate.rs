@@ -63,73 +63,123 @@ pub fn generate(
     concurrency: usize,
     mut each: impl FnMut(&Generated),
 ) -> Result<Vec<Generated>, GenerateError> {
-    let mut places = HashMap::with_capacity(requests.len());
-    let mut results: Vec<Option<Generated>> = Vec::with_capacity(requests.len());
-    for (place, request) in requests.iter().enumerate() {
-        let refuse = |kind, message: &str| GenerateError::Refused {
-            id: request.id,
-            error: ApiError::new(kind, message),
-        };
-        if request.kv != KvSource::Compute || request.hold_kv {
-            return Err(refuse(
-                ErrorKind::InvalidRequest,
-                "KV is neither fetched nor held here",
-            ));
+    let mut run = Run::new(requests)?;
+    while run.waits() || run.open() > 0 {
+        run.fill(engine, concurrency)?;
+        if !engine.has_work() {
+            return Err(GenerateError::Stuck(run.open()));
         }
-        if places.insert(request.id, place).is_some() {
-            return Err(refuse(ErrorKind::Internal, "the id is in use"));
+        for event in engine.step()? {
+            run.take(event, &mut each);
         }
-        results.push(None);
     }
-    let mut queue = requests.into_iter();
-    let mut open: HashMap<RequestId, Generated> = HashMap::new();
-    let mut ready = queue.next();
-    while ready.is_some() || !open.is_empty() {
-        while open.len() < concurrency.max(1)
-            && let Some(request) = ready.take()
+    Ok(run.finish())
+}
+
+/// Requests on their way through an engine.
+pub(crate) struct Run {
+    queue: std::vec::IntoIter<Request>,
+    /// The next one, when the engine had no place for it.
+    ready: Option<Request>,
+    open: HashMap<RequestId, Generated>,
+    places: HashMap<RequestId, usize>,
+    results: Vec<Option<Generated>>,
+}
+
+impl Run {
+    pub(crate) fn new(requests: Vec<Request>) -> Result<Self, GenerateError> {
+        let mut places = HashMap::with_capacity(requests.len());
+        for (place, request) in requests.iter().enumerate() {
+            let refuse = |kind, message: &str| GenerateError::Refused {
+                id: request.id,
+                error: ApiError::new(kind, message),
+            };
+            if request.kv != KvSource::Compute || request.hold_kv {
+                return Err(refuse(
+                    ErrorKind::InvalidRequest,
+                    "KV is neither fetched nor held here",
+                ));
+            }
+            if places.insert(request.id, place).is_some() {
+                return Err(refuse(ErrorKind::Internal, "the id is in use"));
+            }
+        }
+        let results = vec![None; requests.len()];
+        let mut queue = requests.into_iter();
+        let ready = queue.next();
+        Ok(Self {
+            queue,
+            ready,
+            open: HashMap::new(),
+            places,
+            results,
+        })
+    }
+
+    /// Requests that the engine has.
+    pub(crate) fn open(&self) -> usize {
+        self.open.len()
+    }
+
+    /// Are there requests that the engine has not?
+    pub(crate) fn waits(&self) -> bool {
+        self.ready.is_some()
+    }
+
+    /// Gives the engine requests until it has `concurrency` of them.
+    pub(crate) fn fill(
+        &mut self,
+        engine: &mut Engine,
+        concurrency: usize,
+    ) -> Result<(), GenerateError> {
+        while self.open.len() < concurrency.max(1)
+            && let Some(request) = self.ready.take()
         {
             let id = request.id;
             match engine.submit(request.clone()) {
                 Ok(()) => {}
-                Err(error) if error.kind == ErrorKind::Overloaded && !open.is_empty() => {
-                    ready = Some(request);
+                Err(error) if error.kind == ErrorKind::Overloaded && !self.open.is_empty() => {
+                    self.ready = Some(request);
                     break;
                 }
                 Err(error) => return Err(GenerateError::Refused { id, error }),
             }
-            open.insert(id, Generated::empty(id));
-            ready = queue.next();
+            self.open.insert(id, Generated::empty(id));
+            self.ready = self.queue.next();
         }
-        if !engine.has_work() {
-            return Err(GenerateError::Stuck(open.len()));
-        }
-        for event in engine.step()? {
-            let Event::Output {
-                id,
-                prompt_logprobs,
-                tokens,
-                text,
-                finish,
-            } = event
-            else {
-                continue;
-            };
-            let Some(result) = open.get_mut(&id) else {
-                continue;
-            };
-            result.prompt_logprobs.extend(prompt_logprobs);
-            result.tokens.extend(tokens);
-            result.text.push_str(&text);
-            if let Some(finish) = finish {
-                result.finish = finish;
-                if let (Some(result), Some(&place)) = (open.remove(&id), places.get(&id)) {
-                    each(&result);
-                    results[place] = Some(result);
-                }
+        Ok(())
+    }
+
+    /// Takes an event of the engine in.
+    pub(crate) fn take(&mut self, event: Event, each: &mut impl FnMut(&Generated)) {
+        let Event::Output {
+            id,
+            prompt_logprobs,
+            tokens,
+            text,
+            finish,
+        } = event
+        else {
+            return;
+        };
+        let Some(result) = self.open.get_mut(&id) else {
+            return;
+        };
+        result.prompt_logprobs.extend(prompt_logprobs);
+        result.tokens.extend(tokens);
+        result.text.push_str(&text);
+        if let Some(finish) = finish {
+            result.finish = finish;
+            if let (Some(result), Some(&place)) = (self.open.remove(&id), self.places.get(&id)) {
+                each(&result);
+                self.results[place] = Some(result);
             }
         }
     }
-    Ok(results.into_iter().flatten().collect())
+
+    pub(crate) fn finish(self) -> Vec<Generated> {
+        self.results.into_iter().flatten().collect()
+    }
 }
 
 impl Generated {

@@ -1,8 +1,10 @@
 //! From a model directory to an executor: check everything, then read the weights.
 
 use crate::core::{max_logits_rows, most_score_bytes};
+use crate::exchange::RankLink;
 use crate::executor::CpuExecutor;
-use crate::model::{Builder, Decoder, MODEL_REVISION, Packing};
+use crate::model::{Builder, Decoder, MODEL_REVISION, Packing, Spread};
+use crate::placement::ExpertPlacement;
 use crate::sharing::{self, Claim, PackLock, Patience, SHARED_NAME, Segment, Sharing, shared_room};
 use crate::weights::{Checkpoint, WeightsError, inside, read_text};
 use crate::{KvGeometry, MAX_DRAFTS};
@@ -13,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use twinfer_config::gguf::{Gguf, GgufError};
 use twinfer_config::model::{
-    KvBudget, KvShape, MemoryError, ModelBytes, ModelConfigError, StepSize,
+    KvBudget, KvShape, MemoryError, ModelBytes, ModelConfigError, StepSize, TensorSpecs,
 };
 use twinfer_config::{Dtype, MOST_THREADS, ModelConfig};
 use twinfer_kernels::{Compute, Isa, KernelError, ThreadTeam, numerics_class};
@@ -69,6 +71,9 @@ pub struct LoadOptions<'a> {
     /// Share packed weights with other instances that name the same directory, usually
     /// [`crate::default_share_dir`]: those of the first are mapped by all. None: they are this process's own.
     pub share: Option<PathBuf>,
+    /// The other ranks of the instance: the experts are spread over all, and this one reads only its own. Every rank
+    /// loads with equal options; each step of the executor is then one of all ranks. Packed weights are not shared.
+    pub ranks: Option<Arc<RankLink>>,
     /// Progress of reading, or of the instance that packs what this one will share.
     pub progress: Option<Progress<'a>>,
 }
@@ -126,6 +131,7 @@ pub struct CheckedModel {
     /// Instruction set that the kernels will use.
     pub isa: Isa,
     checkpoint: Checkpoint,
+    spread: Option<Spread>,
     key: String,
     claim: Option<Claim>,
 }
@@ -194,6 +200,9 @@ pub enum ModelError {
     /// Shared weights lack something that this program would have put there.
     #[error("weights that another instance packed cannot be used: {0}")]
     Shared(String),
+    /// The ranks of the instance do not fit the model, or each other.
+    #[error("ranks: {0}")]
+    Ranks(String),
     /// Loading ended early because another part failed.
     #[error("loading was stopped")]
     Stopped,
@@ -216,6 +225,7 @@ impl Default for LoadOptions<'_> {
             max_num_seqs: 32,
             tokenizer_hash: String::new(),
             share: None,
+            ranks: None,
             progress: None,
         }
     }
@@ -243,6 +253,12 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
 
     let packing = packing(options, &checkpoint);
     packing.check(&specs)?;
+    let spread = spread(&config, options)?;
+    let file_bytes = checkpoint.bytes();
+    let (specs, file_bytes) = match &spread {
+        None => (specs, file_bytes),
+        Some(spread) => own_share(specs, &checkpoint, spread),
+    };
     let weight_bytes =
         packing
             .bytes(&config, &specs, &checkpoint)
@@ -252,6 +268,10 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
                 allowed: "less than 2^63 bytes".to_owned(),
             })?;
     let (key, claim) = match &options.share {
+        Some(_) if options.ranks.is_some() => {
+            let reason = "packed weights of a rank among others are its own".to_owned();
+            (String::new(), Some(Claim::Private(reason)))
+        }
         Some(dir) => claim_shared(dir, &config, &checkpoint, options),
         None => (String::new(), None),
     };
@@ -303,13 +323,14 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
         max_model_len,
         weight_bytes,
         shared_bytes,
-        file_bytes: checkpoint.bytes(),
+        file_bytes,
         workspace_bytes,
         loading_bytes,
         num_blocks,
         available_bytes,
         warnings,
         checkpoint,
+        spread,
         key,
         claim,
         isa,
@@ -387,7 +408,7 @@ impl CheckedModel {
             false => format!("{quantization}-{:016x}", xxh3_64(schemes.as_bytes())),
         };
         let fingerprint = fingerprint(&self.config, hash, quantization, options);
-        let executor = CpuExecutor::new(
+        let mut executor = CpuExecutor::new(
             model,
             team,
             cpus.and_then(|cpus| cpus.first().copied()),
@@ -396,6 +417,13 @@ impl CheckedModel {
             self.config.vocab_size,
             self.config.context,
         );
+        if options.ranks.is_some() {
+            executor.set_draft_rounds(if options.mtp {
+                options.max_drafts.max(1)
+            } else {
+                0
+            });
+        }
         Ok(LoadedModel {
             executor,
             max_model_len: self.max_model_len,
@@ -426,7 +454,8 @@ impl CheckedModel {
             source,
         })?;
         let packing = packing(options, &self.checkpoint);
-        let builder = Builder::new(&self.checkpoint, packing, memory, options.progress);
+        let builder = Builder::new(&self.checkpoint, packing, memory, options.progress)
+            .with_spread(self.spread.clone());
         self.build(&builder, options)
     }
 
@@ -504,7 +533,7 @@ impl CheckedModel {
         self.checkpoint.check_unchanged()?;
         Ok(Weights {
             model,
-            hash: builder.weights_hash(),
+            hash: builder.weights_hash()?,
             warning,
         })
     }
@@ -513,6 +542,31 @@ impl CheckedModel {
     fn room(&self) -> usize {
         (self.weight_bytes as usize).saturating_add(64 * self.checkpoint.tensors())
     }
+}
+
+/// Where experts are when there are other ranks; a model without experts has none to spread.
+fn spread(config: &ModelConfig, options: &LoadOptions<'_>) -> Result<Option<Spread>, ModelError> {
+    let (Some(link), Some(moe)) = (&options.ranks, &config.moe) else {
+        return Ok(None);
+    };
+    let experts = u32::try_from(moe.experts).unwrap_or(u32::MAX);
+    let placement = ExpertPlacement::in_order(experts, 0, link.ranks())
+        .map_err(|error| ModelError::Ranks(error.message))?;
+    Ok(Some(Spread {
+        link: Arc::clone(link),
+        placement: Arc::new(placement),
+        max_rows: options.max_num_batched_tokens,
+    }))
+}
+
+/// What a rank reads of a model's tensors: all but the experts of others; and the bytes of them.
+fn own_share(
+    mut specs: TensorSpecs,
+    checkpoint: &Checkpoint,
+    spread: &Spread,
+) -> (TensorSpecs, u64) {
+    specs.tensors.retain(|spec| spread.reads(&spec.name));
+    (specs, checkpoint.bytes_where(|name| spread.reads(name)))
 }
 
 /// Name of the packed weights, and what becomes of the wish to share them.

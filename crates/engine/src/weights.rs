@@ -276,6 +276,12 @@ impl Checkpoint {
         self.places.values().map(|place| place.len as u64).sum()
     }
 
+    /// Bytes of the tensors that `wanted` names.
+    pub(crate) fn bytes_where(&self, wanted: impl Fn(&str) -> bool) -> u64 {
+        let places = self.places.iter().filter(|(name, _)| wanted(name));
+        places.map(|(_, place)| place.len as u64).sum()
+    }
+
     /// Tensors that will be read.
     pub fn tensors(&self) -> usize {
         self.places.len()

@@ -37,6 +37,12 @@ pub struct TensorSpecs {
     mtp_layers: usize,
 }
 
+/// The routed expert that a tensor of this name is part of, by its number in its layer.
+pub fn expert_of(name: &str) -> Option<u32> {
+    let (_, rest) = name.split_once(".experts.")?;
+    rest.split('.').next()?.parse().ok()
+}
+
 /// Parts of an MTP layer that no other layer has.
 const MTP_ONLY: &[&str] = &[
     "eh_proj.",

@@ -1,12 +1,15 @@
+mod hashes;
 mod int8;
 
 use super::mla::PerHead;
 use super::norm::Norm;
 use super::packing::Packing;
+use super::spread::Spread;
 use super::stored::{Stored, e4m3_table};
 use crate::sharing::{Entry, Recorder, Segment};
 use crate::weights::{Checkpoint, Scheme, WeightDtype, WeightsError};
 use crate::{ModelError, Progress};
+use hashes::gather_hashes;
 use int8::Scales;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -23,6 +26,9 @@ pub(crate) struct Builder<'a> {
     checkpoint: &'a Checkpoint,
     packing: Packing,
     source: Source,
+    spread: Option<Spread>,
+    /// Bytes that will be read.
+    total: u64,
     hashes: Mutex<BTreeMap<String, u128>>,
     done: AtomicU64,
     progress: Option<Progress<'a>>,
@@ -80,11 +86,27 @@ impl<'a> Builder<'a> {
             checkpoint,
             packing,
             source,
+            spread: None,
+            total: checkpoint.bytes(),
             hashes: Mutex::default(),
             done: AtomicU64::new(0),
             progress,
             stop: AtomicBool::new(false),
         }
+    }
+
+    /// Builds only the experts of a rank's seats.
+    pub(crate) fn with_spread(mut self, spread: Option<Spread>) -> Self {
+        if let Some(spread) = &spread {
+            self.total = self.checkpoint.bytes_where(|name| spread.reads(name));
+        }
+        self.spread = spread;
+        self
+    }
+
+    /// Where experts are, if not all here.
+    pub(super) fn spread(&self) -> Option<&Spread> {
+        self.spread.as_ref()
     }
 
     /// Completes recorded memory; false when something lies elsewhere.
@@ -93,7 +115,7 @@ impl<'a> Builder<'a> {
             return Ok(false);
         };
         let warning = self.spare_head_warning()?;
-        let hash = self.weights_hash();
+        let hash = self.weights_hash()?;
         Ok(recorder.finish(memory, key, &hash, warning.as_deref()))
     }
 
@@ -542,12 +564,19 @@ impl<'a> Builder<'a> {
 
     /// Hash over names, types, shapes and bytes of all tensors, independent of how they are spread
     /// over files. Valid once all have been read.
-    pub(crate) fn weights_hash(&self) -> String {
+    ///
+    /// # Errors
+    /// The other ranks, which have read the other experts, cannot be reached or have read other files.
+    pub(crate) fn weights_hash(&self) -> Result<String, ModelError> {
         if let Some(segment) = self.segment() {
-            return segment.weights_hash.clone();
+            return Ok(segment.weights_hash.clone());
         }
         let mut hash = Xxh3::new();
-        let hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(spread) = &self.spread {
+            let known = |name: &str| self.checkpoint.dtype(name).is_some();
+            gather_hashes(&spread.link, known, &mut hashes)?;
+        }
         for (name, bytes) in hashes.iter() {
             hash.update(
                 format!(
@@ -558,7 +587,7 @@ impl<'a> Builder<'a> {
                 .as_bytes(),
             );
         }
-        format!("{:032x}", hash.digest128())
+        Ok(format!("{:032x}", hash.digest128()))
     }
 
     fn shape(&self, name: &str) -> Result<(usize, usize), ModelError> {
@@ -601,7 +630,7 @@ impl<'a> Builder<'a> {
             .insert(name.to_owned(), hash);
         let done = self.done.fetch_add(length, Ordering::Relaxed) + length;
         if let Some(progress) = self.progress {
-            progress(done, self.checkpoint.bytes());
+            progress(done, self.total);
         }
         Ok(())
     }

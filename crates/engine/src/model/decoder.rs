@@ -14,7 +14,7 @@ use super::scratch::{Scratch, sized};
 use super::step::Step;
 use super::{Builder, KvStep, Tap, deepseek, llama, qwen};
 use crate::{ExecError, ModelError, SeqWork};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use twinfer_config::ModelConfig;
 use twinfer_config::model::{Architecture, AttentionConfig};
 use twinfer_kernels::{KernelError, Matrix, ThreadTeam, Weight, add, product};
@@ -164,6 +164,20 @@ impl Layer {
     }
 }
 
+impl Layer {
+    fn serve(
+        &self,
+        team: &ThreadTeam,
+        index: usize,
+        scratch: &mut Scratch,
+    ) -> Result<(), ExecError> {
+        match &self.mlp {
+            Mlp::Dense(_) => Ok(()),
+            Mlp::Moe(moe) => moe.serve(team, index, scratch),
+        }
+    }
+}
+
 impl Decoder {
     /// Reads all weights, on `threads` threads.
     pub(crate) fn build(
@@ -256,6 +270,34 @@ impl Decoder {
                 .apply(step.team, &scratch.hidden[..count], known)?;
         }
         self.finish(step, works, scratch, taps, logits)
+    }
+
+    /// The part of a rank without rows in the others' [`Decoder::forward`].
+    pub(crate) fn serve(
+        &self,
+        team: &ThreadTeam,
+        progress: &AtomicU64,
+        scratch: &mut Scratch,
+    ) -> Result<(), ExecError> {
+        for (index, layer) in self.layers.iter().enumerate() {
+            layer.serve(team, index, scratch)?;
+            progress.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// The part of a rank without rows in the others' [`Decoder::draft`].
+    pub(crate) fn serve_draft(
+        &self,
+        team: &ThreadTeam,
+        progress: &AtomicU64,
+        scratch: &mut Scratch,
+    ) -> Result<(), ExecError> {
+        if let Some(mtp) = &self.mtp {
+            mtp.layer.serve(team, self.layers.len(), scratch)?;
+            progress.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(())
     }
 
     /// Runs the MTP layer over the step's rows. `rows` gives each row's token and known output; the

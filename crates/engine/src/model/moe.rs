@@ -5,9 +5,10 @@ use super::ffn::{Ffn, FfnNames};
 use super::routing::{Slot, choose};
 use super::rows::{for_row_pairs, for_rows};
 use super::scratch::{recycled, sized};
+use super::spread::{ExpertLayer, Spread, SpreadScratch};
 use super::step::Step;
 use super::{Builder, Scratch, Tap, Taps};
-use crate::ModelError;
+use crate::{ExecError, ModelError};
 use std::ops::Range;
 use twinfer_config::model::{MoeConfig, Routing};
 use twinfer_kernels::{
@@ -18,6 +19,9 @@ use twinfer_kernels::{
 /// Rough time to look at one expert for one slot.
 const CHOICE_NANOSECONDS: usize = 2;
 
+/// Tag of the first exchange of layer 0; smaller ones are those of the turn.
+const FIRST_TAG: u32 = 16;
+
 /// Router, routed experts and shared experts of a layer.
 #[derive(Debug)]
 pub(crate) struct Moe {
@@ -26,24 +30,27 @@ pub(crate) struct Moe {
     router: Weight,
     /// Added to scores for the choice only; empty where there is none.
     bias: Vec<f32>,
+    /// All, or those of this rank's seats.
     experts: Vec<Ffn>,
     shared: Option<Ffn>,
+    spread: Option<Spread>,
 }
 
 #[derive(Debug, Default)]
 pub(crate) struct MoeScratch {
     logits: Vec<f32>,
-    slots: Vec<Slot>,
+    pub(super) slots: Vec<Slot>,
     /// For each slot its row in the order sorted by expert.
     places: Vec<u32>,
     starts: Vec<u32>,
     /// For each place the row that goes there.
     sources: Vec<u32>,
-    gate_up: Vec<f32>,
-    gated: Vec<f32>,
-    output: Vec<f32>,
+    pub(super) gate_up: Vec<f32>,
+    pub(super) gated: Vec<f32>,
+    pub(super) output: Vec<f32>,
     /// Groups for the kernels; empty between uses.
-    groups: Vec<(&'static Weight, Range<usize>)>,
+    pub(super) groups: Vec<(&'static Weight, Range<usize>)>,
+    pub(super) spread: SpreadScratch,
 }
 
 impl Moe {
@@ -54,7 +61,12 @@ impl Moe {
         path: &str,
         names: FfnNames,
     ) -> Result<Self, ModelError> {
-        let experts = (0..config.experts)
+        let own = match builder.spread() {
+            Some(spread) => spread.own_experts(),
+            None => (0..config.experts as u32).collect(),
+        };
+        let experts = own
+            .into_iter()
             .map(|expert| Ffn::build(builder, &format!("{path}.experts.{expert}"), names));
         Ok(Self {
             config: config.clone(),
@@ -74,6 +86,7 @@ impl Moe {
             } else {
                 None
             },
+            spread: builder.spread().cloned(),
         })
     }
 
@@ -84,7 +97,7 @@ impl Moe {
         layer: usize,
         scratch: &mut Scratch,
         taps: &mut Taps<'_>,
-    ) -> Result<(), KernelError> {
+    ) -> Result<(), ExecError> {
         let count = step.rows * self.router.cols();
         self.route(step.team, &scratch.normed[..count], &mut scratch.moe)?;
         if taps.on() {
@@ -104,7 +117,38 @@ impl Moe {
             }
         };
         let out = sized(&mut scratch.out, count);
-        self.run_experts(step.team, x, shared, &mut scratch.moe, out)
+        match &self.spread {
+            None => self.run_experts(step.team, x, shared, &mut scratch.moe, out)?,
+            Some(spread) => {
+                let layer = self.expert_layer(layer);
+                spread.run(step.team, layer, x, shared, &mut scratch.moe, out)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The part of a rank without rows in the others' step: its experts compute for them.
+    pub(crate) fn serve(
+        &self,
+        team: &ThreadTeam,
+        layer: usize,
+        scratch: &mut Scratch,
+    ) -> Result<(), ExecError> {
+        let Some(spread) = &self.spread else {
+            return Ok(());
+        };
+        let layer = self.expert_layer(layer);
+        spread.run(team, layer, &[], None, &mut scratch.moe, &mut [])
+    }
+
+    fn expert_layer(&self, layer: usize) -> ExpertLayer<'_> {
+        ExpertLayer {
+            experts: &self.experts,
+            tag: FIRST_TAG + 2 * layer as u32,
+            hidden: self.router.cols(),
+            intermediate: self.config.intermediate,
+            top_k: self.config.top_k,
+        }
     }
 
     /// Chooses experts for the rows of `x` into `scratch.slots` `[rows, top_k]`.

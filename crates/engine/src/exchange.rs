@@ -1,0 +1,133 @@
+//! What a rank's step asks of the other ranks of its instance. The engine has no sockets: whoever runs it brings the way.
+
+use crate::ExecError;
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Where a call stands. All ranks make the same calls at the same places, in the same order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Turn of the group; never goes back.
+    pub turn: u64,
+    /// Place in the turn.
+    pub tag: u32,
+}
+
+/// How two ranks' values become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Combine {
+    /// Their sum.
+    Sum,
+    /// The larger one.
+    Max,
+    /// The smaller one.
+    Min,
+}
+
+/// The ways to the other ranks. Every wait has a deadline, and after an error every call fails.
+pub trait Exchange: Send {
+    /// This rank.
+    fn rank(&self) -> u32;
+
+    /// Number of ranks, at least 1.
+    fn ranks(&self) -> u32;
+
+    /// Replaces each value by what its op makes of it over all ranks.
+    ///
+    /// # Errors
+    /// A rank died, stalled, or is in another call; the message names it.
+    fn reduce(
+        &mut self,
+        place: Place,
+        ops: &[Combine],
+        values: &mut [u64],
+    ) -> Result<(), ExchangeError>;
+
+    /// Sends each rank its part of `send`, which holds the parts in the order of ranks, `counts` bytes long, and takes
+    /// from each rank, itself included, at most `limit` bytes.
+    ///
+    /// # Errors
+    /// As [`Self::reduce`]; also a part that is longer.
+    fn all_to_all(
+        &mut self,
+        place: Place,
+        send: &[u8],
+        counts: &[usize],
+        limit: usize,
+    ) -> Result<(), ExchangeError>;
+
+    /// What `rank` sent in the last [`Self::all_to_all`], at an address that is a multiple of 8; empty for a rank that
+    /// does not exist.
+    fn received(&self, rank: u32) -> &[u8];
+}
+
+/// The ranks cannot go on together.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct ExchangeError {
+    /// Which rank, what became of it, and where.
+    pub message: String,
+}
+
+/// The ways to the other ranks, as the parts of one rank share them.
+pub struct RankLink {
+    rank: u32,
+    ranks: u32,
+    exchange: Mutex<Box<dyn Exchange>>,
+    turn: AtomicU64,
+}
+
+impl RankLink {
+    /// Over `exchange`.
+    pub fn new(exchange: Box<dyn Exchange>) -> Self {
+        Self {
+            rank: exchange.rank(),
+            ranks: exchange.ranks().max(1),
+            exchange: Mutex::new(exchange),
+            turn: AtomicU64::new(0),
+        }
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> u32 {
+        self.rank
+    }
+
+    /// Number of ranks, at least 1.
+    pub fn ranks(&self) -> u32 {
+        self.ranks
+    }
+
+    /// Begins the next turn: places are counted from here.
+    pub(crate) fn next_turn(&self) {
+        self.turn.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn place(&self, tag: u32) -> Place {
+        Place {
+            turn: self.turn.load(Ordering::Relaxed),
+            tag,
+        }
+    }
+
+    /// The ways, for one thread at a time.
+    pub(crate) fn open(&self) -> MutexGuard<'_, Box<dyn Exchange>> {
+        self.exchange.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for RankLink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RankLink")
+            .field("rank", &self.rank)
+            .field("ranks", &self.ranks)
+            .finish_non_exhaustive()
+    }
+}
+
+impl From<ExchangeError> for ExecError {
+    fn from(error: ExchangeError) -> Self {
+        Self::Ranks(error.message)
+    }
+}

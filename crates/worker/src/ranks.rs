@@ -1,0 +1,93 @@
+//! The ways between the ranks of one instance, as the engine wants them.
+
+use std::time::Duration;
+use twinfer_comm::{At, Collective, CommError, Group, Op, Parts};
+use twinfer_engine::exchange::{Combine, Exchange, ExchangeError, Place};
+use twinfer_protocol::Epoch;
+
+/// A group of ranks whose engines step together.
+#[derive(Debug)]
+pub struct GroupExchange {
+    group: Group,
+    epoch: Epoch,
+    /// How long a rank is waited for once all have loaded.
+    patience: Duration,
+    loading: bool,
+    received: Parts,
+    ops: Vec<Op>,
+}
+
+impl GroupExchange {
+    /// Over `group`, whose start-up test has passed. Ranks read their weights at their own speed, so before the first
+    /// turn they are waited for as long as `loading` says.
+    pub fn new(mut group: Group, patience: Duration, loading: Duration) -> Self {
+        group.set_patience(loading);
+        Self {
+            epoch: group.epoch(),
+            received: Parts::new(group.topology().world()),
+            group,
+            patience,
+            loading: true,
+            ops: Vec::new(),
+        }
+    }
+
+    fn at(&mut self, place: Place) -> At {
+        if place.turn > 0 && self.loading {
+            self.loading = false;
+            self.group.set_patience(self.patience);
+        }
+        At::new(self.epoch, place.turn, place.tag)
+    }
+}
+
+impl Exchange for GroupExchange {
+    fn rank(&self) -> u32 {
+        self.group.rank()
+    }
+
+    fn ranks(&self) -> u32 {
+        self.group.topology().world()
+    }
+
+    fn reduce(
+        &mut self,
+        place: Place,
+        ops: &[Combine],
+        values: &mut [u64],
+    ) -> Result<(), ExchangeError> {
+        let at = self.at(place);
+        self.ops.clear();
+        self.ops.extend(ops.iter().map(|op| match op {
+            Combine::Sum => Op::Sum,
+            Combine::Max => Op::Max,
+            Combine::Min => Op::Min,
+        }));
+        self.group
+            .all_reduce(at, &self.ops, values)
+            .map_err(|error| told(&error))
+    }
+
+    fn all_to_all(
+        &mut self,
+        place: Place,
+        send: &[u8],
+        counts: &[usize],
+        limit: usize,
+    ) -> Result<(), ExchangeError> {
+        let at = self.at(place);
+        self.group
+            .all_to_all(at, send, counts, limit, &mut self.received)
+            .map_err(|error| told(&error))
+    }
+
+    fn received(&self, rank: u32) -> &[u8] {
+        self.received.part(rank)
+    }
+}
+
+fn told(error: &CommError) -> ExchangeError {
+    ExchangeError {
+        message: error.to_string(),
+    }
+}
