@@ -3,9 +3,16 @@ use crate::args::FakeArgs;
 use crate::exit::{Code, Failure, Outcome};
 use crate::{logging, output};
 use twinfer_bench::fake;
+use twinfer_config::FlagError;
+use twinfer_http::Host;
 
 pub(crate) fn run(args: FakeArgs) -> Outcome {
     logging::start(args.config.log_format);
+    if let Err(error) = Host::parse(&args.config.host) {
+        let why = format!("it {}", error.problem);
+        let error = FlagError::new("host", format!("{:?}", args.config.host), why);
+        return Err(Failure::new(Code::Config, error));
+    }
     let role = args.config.role;
     runtime::single()?.block_on(async move {
         let mut signals = runtime::StopSignals::new()?;

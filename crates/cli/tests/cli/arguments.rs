@@ -95,6 +95,25 @@ fn wrong_arguments_and_files_have_their_exit_codes_and_are_named() {
             "host is \"a b\"; it is not a host name",
         ),
         (
+            &["fake", "--port", "0", "--host", "a b"],
+            64,
+            "host is \"a b\"; it is not a host name",
+        ),
+        (
+            &[
+                "serve",
+                model,
+                "--role",
+                "prefill",
+                "--port",
+                "0",
+                "--kv-host",
+                "a b",
+            ],
+            64,
+            "kv-host (host if not given) is \"a b\"; it is not a host name",
+        ),
+        (
             &["router", "--port", "abc"],
             2,
             "allowed: a port from 1 to 65535",

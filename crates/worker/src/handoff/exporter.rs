@@ -76,7 +76,7 @@ pub enum BindError {
         host: String,
     },
     /// The host is none.
-    #[error("kv-host (host if not given) is {host:?}: {reason}")]
+    #[error("kv-host (host if not given) is {host:?}; it {reason}")]
     BadHost {
         /// The host.
         host: String,
