@@ -116,7 +116,7 @@ pub fn cost(
     total
 }
 
-/// `new` with other names for its nodes, ranks and seats, all of which are alike to [`super::balance`], so that
+/// `new` with other names for its nodes, ranks and seats, all of which are alike to [`super::balance()`], so that
 /// much stays where it is in `old`: nodes, then ranks inside them, are paired by what they have in common.
 pub(super) fn keep_in_place(
     old: &ExpertPlacement,
