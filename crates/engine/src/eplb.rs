@@ -3,7 +3,7 @@
 //!
 //! Loads are counted by expert ([`LoadStats`]); every so many steps ([`Rebalancing`]) all ranks add theirs up and
 //! derive the same new placement ([`rebalance`]), layer by layer; then one layer after the other moves between
-//! two steps ([`mod@moves`]).
+//! two steps (`moves`).
 //!
 //! The algorithm is that of DeepSeek's EPLB: <https://github.com/deepseek-ai/EPLB>.
 
