@@ -2,7 +2,7 @@
 //! (postcard), tag. Blocking, every wait with a deadline.
 
 use crate::handshake::{
-    HELLO_LEN, Hello, HelloError, KEY_REFUSED, PROOF_LEN, PeerKey, SessionKey, Side, TAG_LEN,
+    HELLO_LEN, Hello, HelloError, PROOF_LEN, PeerKey, Protocol, SessionKey, Side, TAG_LEN,
     Transcript,
 };
 use serde::Serialize;
@@ -11,6 +11,13 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
+
+/// What ranks say to each other.
+pub(crate) static RANKS: Protocol = Protocol {
+    magic: *b"twinfrRK",
+    version: 1,
+    label: b"twinfer rank link ",
+};
 
 /// Longest body of a message, in bytes: the table of a full world fits in.
 pub(crate) const MESSAGE_CAP: usize = 512 << 10;
@@ -89,6 +96,16 @@ pub(crate) fn nonce() -> Result<[u8; 32], ChannelError> {
     let mut nonce = [0; 32];
     getrandom::fill(&mut nonce).map_err(|error| ChannelError::Io(io::Error::other(error)))?;
     Ok(nonce)
+}
+
+/// First words of `side`.
+pub(crate) fn hello(side: Side, keyed: bool) -> Result<Hello, ChannelError> {
+    Ok(Hello {
+        protocol: &RANKS,
+        side,
+        keyed,
+        nonce: nonce()?,
+    })
 }
 
 /// The time left, or the error that there is none.
@@ -189,23 +206,20 @@ impl<S: Socket> Channel<S> {
         key: Option<&PeerKey>,
         until: Instant,
     ) -> Result<Self, ChannelError> {
-        let ours = Hello {
-            side: Side::Dialer,
-            keyed: key.is_some(),
-            nonce: nonce()?,
-        };
+        let ours = hello(Side::Dialer, key.is_some())?;
         write_full(&mut stream, &ours.encode(), until)?;
         let mut listener = [0; HELLO_LEN];
         read_full(&mut stream, &mut listener, until)?;
         ours.check_peer(&listener)?;
         let transcript = Transcript {
+            protocol: &RANKS,
             dialer: ours.encode(),
             listener,
         };
         write_full(&mut stream, &transcript.proof(key, Side::Dialer), until)?;
         let mut proof = [0; PROOF_LEN];
         read_full(&mut stream, &mut proof, until)?;
-        if proof == KEY_REFUSED {
+        if proof == RANKS.refusal() {
             return Err(HelloError::KeyRefused.into());
         }
         transcript.verify(key, Side::Listener, &proof)?;
@@ -218,24 +232,23 @@ impl<S: Socket> Channel<S> {
         key: Option<&PeerKey>,
         until: Instant,
     ) -> Result<Self, ChannelError> {
-        let ours = Hello {
-            side: Side::Listener,
-            keyed: key.is_some(),
-            nonce: nonce()?,
-        };
+        let ours = hello(Side::Listener, key.is_some())?;
         let mut dialer = [0; HELLO_LEN];
         read_full(&mut stream, &mut dialer, until)?;
-        // Also to somebody who does not fit: so that it can name what differs.
-        write_full(&mut stream, &ours.encode(), until)?;
-        ours.check_peer(&dialer)?;
+        let fits = ours.check_peer(&dialer);
+        if !fits.is_err_and(HelloError::is_strange) {
+            write_full(&mut stream, &ours.encode(), until)?;
+        }
+        fits?;
         let transcript = Transcript {
+            protocol: &RANKS,
             dialer,
             listener: ours.encode(),
         };
         let mut proof = [0; PROOF_LEN];
         read_full(&mut stream, &mut proof, until)?;
         if let Err(error) = transcript.verify(key, Side::Dialer, &proof) {
-            write_full(&mut stream, &KEY_REFUSED, until)?;
+            write_full(&mut stream, &RANKS.refusal(), until)?;
             return Err(error.into());
         }
         write_full(&mut stream, &transcript.proof(key, Side::Listener), until)?;

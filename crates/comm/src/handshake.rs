@@ -1,18 +1,18 @@
-//! The first 160 bytes of a connection between ranks: both sides prove that they hold the peer key before either
-//! says anything else. Pure: bytes in, bytes out.
+//! The first 160 bytes of a connection between peers, ranks or instances: both sides prove that they hold the peer key
+//! before either says anything else. Pure: bytes in, bytes out.
 //!
 //! ```text
 //! dialer                         listener
 //! Hello (48 bytes)         ->
 //!                          <-    Hello (48 bytes)
 //! proof (32 bytes)         ->
-//!                          <-    proof (32 bytes), or KEY_REFUSED
+//!                          <-    proof (32 bytes), or a refusal
 //! ```
 //!
 //! A proof is HMAC-SHA256 under the peer key over a label that names the side, and both hellos, which
 //! hold version, sides and nonces: a proof cannot be replayed, nor sent back to its maker. The
 //! dialer proves first, so a listener signs nothing for strangers: one whose proof is wrong gets
-//! [`KEY_REFUSED`] in place of a proof, so that it can say why it is not served. Without a key (loopback only)
+//! [`Protocol::refusal`] in place of a proof, so that it can say why it is not served. Without a key (loopback only)
 //! the same is computed under a public key: it proves nothing, but the connection's frames still get
 //! tags that depend on both nonces.
 
@@ -22,19 +22,21 @@ use std::fmt;
 use std::sync::Arc;
 
 /// Bytes of a hello.
-pub(crate) const HELLO_LEN: usize = 48;
+pub const HELLO_LEN: usize = 48;
 /// Bytes of a proof.
-pub(crate) const PROOF_LEN: usize = 32;
+pub const PROOF_LEN: usize = 32;
 /// Bytes of a frame's tag.
-pub(crate) const TAG_LEN: usize = 16;
-/// Version of everything said on this connection; another one is refused.
-pub(crate) const VERSION: u16 = 1;
-
-const MAGIC: [u8; 8] = *b"twinfrRK";
-
-/// What a listener says in place of its proof to a dialer whose proof is wrong. Anybody on the way
-/// can say so too: the dialer ends with an error then, as it would without an answer.
-pub(crate) const KEY_REFUSED: [u8; PROOF_LEN] = *b"twinfrRK: peer key not accepted.";
+pub const TAG_LEN: usize = 16;
+/// What is said after the handshake; ends of another protocol or version refuse each other.
+#[derive(Debug)]
+pub struct Protocol {
+    /// First bytes of a hello.
+    pub magic: [u8; 8],
+    /// Version of everything said on the connection, to be raised with any change of a message.
+    pub version: u16,
+    /// What proofs and keys of frames are made for, so that those of one protocol are worth nothing in another.
+    pub label: &'static [u8],
+}
 
 /// The key that peers must prove. Never printed.
 #[derive(Clone)]
@@ -42,7 +44,7 @@ pub struct PeerKey(Arc<[u8]>);
 
 /// Who speaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Side {
+pub enum Side {
     /// Dials.
     Dialer,
     /// Listens.
@@ -50,53 +52,76 @@ pub(crate) enum Side {
 }
 
 /// First words of a side.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Hello {
-    pub(crate) side: Side,
+#[derive(Clone, Copy, Debug)]
+pub struct Hello {
+    /// What it speaks.
+    pub protocol: &'static Protocol,
+    /// Whose.
+    pub side: Side,
     /// It has a peer key.
-    pub(crate) keyed: bool,
-    pub(crate) nonce: [u8; 32],
+    pub keyed: bool,
+    /// Drawn for this connection.
+    pub nonce: [u8; 32],
 }
 
 /// Why the first bytes of a peer are not accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HelloError {
-    /// Something else than a rank.
-    #[error("does not speak the protocol of ranks")]
+    /// Something else.
+    #[error("does not speak the protocol of this port")]
     Magic,
     /// Another version.
-    #[error("speaks version {0} of the protocol of ranks, not {VERSION}")]
-    Version(u16),
+    #[error("speaks version {theirs} of the protocol, not {ours}")]
+    Version {
+        /// The peer's.
+        theirs: u16,
+        /// This side's.
+        ours: u16,
+    },
     /// Both dial or both listen.
     #[error("has the same side of the connection")]
     Side,
     /// Only this side has a key.
-    #[error("has no peer key, and this rank has one")]
+    #[error("has no peer key, and this side has one")]
     PeerUnkeyed,
     /// Only the other side has a key.
-    #[error("has a peer key, and this rank has none")]
+    #[error("has a peer key, and this side has none")]
     PeerKeyed,
     /// This side's own bytes came back.
     #[error("repeats this side's nonce")]
     Reflected,
     /// Another key: this side found it.
-    #[error("does not hold this rank's peer key")]
+    #[error("does not hold this side's peer key")]
     Proof,
     /// Another key: the other side found it.
-    #[error("does not accept this rank's peer key: the two have different keys")]
+    #[error("does not accept this side's peer key: the two have different keys")]
     KeyRefused,
 }
 
 /// Both hellos as they travelled.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Transcript {
-    pub(crate) dialer: [u8; HELLO_LEN],
-    pub(crate) listener: [u8; HELLO_LEN],
+pub struct Transcript {
+    /// What both speak.
+    pub protocol: &'static Protocol,
+    /// The dialer's hello.
+    pub dialer: [u8; HELLO_LEN],
+    /// The listener's hello.
+    pub listener: [u8; HELLO_LEN],
 }
 
 /// Key of one direction of one connection.
 #[derive(Clone)]
-pub(crate) struct SessionKey(Hmac<Sha256>);
+pub struct SessionKey(Hmac<Sha256>);
+
+impl Protocol {
+    /// What a listener says in place of its proof to a dialer whose proof is wrong: the magic, then `: peer key not
+    /// accepted.`. Anybody on the way can say so too: the dialer ends with an error then, as it would without an answer.
+    pub fn refusal(&self) -> [u8; PROOF_LEN] {
+        let mut out = *b"........: peer key not accepted.";
+        out[..8].copy_from_slice(&self.magic);
+        out
+    }
+}
 
 impl PeerKey {
     /// The key's bytes; none if there are none, since an empty key protects nothing.
@@ -125,7 +150,8 @@ impl Side {
         }
     }
 
-    pub(crate) fn other(self) -> Self {
+    /// The other one.
+    pub fn other(self) -> Self {
         match self {
             Self::Dialer => Self::Listener,
             Self::Listener => Self::Dialer,
@@ -135,53 +161,44 @@ impl Side {
 
 impl Hello {
     /// Magic, version (le), side, 1 if keyed, nonce, four zero bytes.
-    pub(crate) fn encode(&self) -> [u8; HELLO_LEN] {
+    pub fn encode(&self) -> [u8; HELLO_LEN] {
         let mut out = [0; HELLO_LEN];
-        out[..8].copy_from_slice(&MAGIC);
-        out[8..10].copy_from_slice(&VERSION.to_le_bytes());
+        out[..8].copy_from_slice(&self.protocol.magic);
+        out[8..10].copy_from_slice(&self.protocol.version.to_le_bytes());
         out[10] = self.side.byte();
         out[11] = u8::from(self.keyed);
         out[12..44].copy_from_slice(&self.nonce);
         out
     }
 
-    fn decode(bytes: &[u8; HELLO_LEN]) -> Result<Self, HelloError> {
-        if bytes[..8] != MAGIC {
-            return Err(HelloError::Magic);
-        }
-        let version = u16::from_le_bytes([bytes[8], bytes[9]]);
-        if version != VERSION {
-            return Err(HelloError::Version(version));
-        }
-        let side = match bytes[10] {
-            1 => Side::Dialer,
-            2 => Side::Listener,
-            _ => return Err(HelloError::Magic),
-        };
-        if bytes[11] > 1 || bytes[44..] != [0; 4] {
-            return Err(HelloError::Magic);
-        }
-        let mut nonce = [0; 32];
-        nonce.copy_from_slice(&bytes[12..44]);
-        Ok(Self {
-            side,
-            keyed: bytes[11] == 1,
-            nonce,
-        })
-    }
-
     /// Reads the other side's hello and checks that it fits ours.
-    pub(crate) fn check_peer(&self, bytes: &[u8; HELLO_LEN]) -> Result<(), HelloError> {
-        let peer = Self::decode(bytes)?;
-        if peer.side != self.side.other() {
+    ///
+    /// # Errors
+    /// What does not fit.
+    pub fn check_peer(&self, bytes: &[u8; HELLO_LEN]) -> Result<(), HelloError> {
+        if bytes[..8] != self.protocol.magic {
+            return Err(HelloError::Magic);
+        }
+        let (theirs, ours) = (
+            u16::from_le_bytes([bytes[8], bytes[9]]),
+            self.protocol.version,
+        );
+        if theirs != ours {
+            return Err(HelloError::Version { theirs, ours });
+        }
+        let (side, keyed, nonce) = (bytes[10], bytes[11], &bytes[12..44]);
+        if !(1..=2).contains(&side) || keyed > 1 || bytes[44..] != [0; 4] {
+            return Err(HelloError::Magic);
+        }
+        if side == self.side.byte() {
             return Err(HelloError::Side);
         }
-        match (self.keyed, peer.keyed) {
+        match (self.keyed, keyed == 1) {
             (true, false) => return Err(HelloError::PeerUnkeyed),
             (false, true) => return Err(HelloError::PeerKeyed),
             _ => {}
         }
-        if peer.nonce == self.nonce {
+        if nonce == self.nonce {
             return Err(HelloError::Reflected);
         }
         Ok(())
@@ -190,12 +207,15 @@ impl Hello {
 
 impl Transcript {
     /// What `side` sends to show that it holds the key.
-    pub(crate) fn proof(&self, key: Option<&PeerKey>, side: Side) -> [u8; PROOF_LEN] {
+    pub fn proof(&self, key: Option<&PeerKey>, side: Side) -> [u8; PROOF_LEN] {
         self.mac(key, b"proof", side).finalize().into_bytes().into()
     }
 
     /// Checks the proof of `side`, in constant time.
-    pub(crate) fn verify(
+    ///
+    /// # Errors
+    /// [`HelloError::Proof`].
+    pub fn verify(
         &self,
         key: Option<&PeerKey>,
         side: Side,
@@ -207,13 +227,13 @@ impl Transcript {
     }
 
     /// Key of the frames that `side` sends.
-    pub(crate) fn session(&self, key: Option<&PeerKey>, side: Side) -> SessionKey {
+    pub fn session(&self, key: Option<&PeerKey>, side: Side) -> SessionKey {
         SessionKey(hmac(&self.mac(key, b"frame", side).finalize().into_bytes()))
     }
 
     fn mac(&self, key: Option<&PeerKey>, purpose: &[u8; 5], side: Side) -> Hmac<Sha256> {
         let mut mac = hmac(key.map_or(b"twinfer without a peer key".as_slice(), |key| &key.0));
-        mac.update(b"twinfer rank link ");
+        mac.update(self.protocol.label);
         mac.update(purpose);
         mac.update(&[side.byte()]);
         mac.update(&self.dialer);
@@ -223,6 +243,12 @@ impl Transcript {
 }
 
 impl HelloError {
+    /// Nobody that could make something of an answer: a listener says nothing then. Others get its hello, to name what
+    /// differs.
+    pub fn is_strange(self) -> bool {
+        matches!(self, Self::Magic | Self::Reflected)
+    }
+
     /// The two sides do not have the same key.
     pub fn is_about_keys(self) -> bool {
         matches!(
@@ -234,14 +260,14 @@ impl HelloError {
 
 impl SessionKey {
     /// Tag of the `count`th frame, `signed` being its length and body.
-    pub(crate) fn tag(&self, count: u64, signed: &[u8]) -> [u8; TAG_LEN] {
+    pub fn tag(&self, count: u64, signed: &[u8]) -> [u8; TAG_LEN] {
         let mut tag = [0; TAG_LEN];
         tag.copy_from_slice(&self.mac(count, signed).finalize().into_bytes()[..TAG_LEN]);
         tag
     }
 
     /// Checks a tag, in constant time.
-    pub(crate) fn verify(&self, count: u64, signed: &[u8], tag: &[u8]) -> bool {
+    pub fn verify(&self, count: u64, signed: &[u8], tag: &[u8]) -> bool {
         tag.len() == TAG_LEN && self.mac(count, signed).verify_truncated_left(tag).is_ok()
     }
 

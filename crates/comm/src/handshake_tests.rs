@@ -5,8 +5,15 @@ fn key(text: &str) -> Option<PeerKey> {
     PeerKey::new(text.as_bytes())
 }
 
+static PROTOCOL: Protocol = Protocol {
+    magic: *b"twinfrXX",
+    version: 7,
+    label: b"a protocol of tests ",
+};
+
 fn hello(side: Side, keyed: bool, nonce: u8) -> Hello {
     Hello {
+        protocol: &PROTOCOL,
         side,
         keyed,
         nonce: [nonce; 32],
@@ -15,6 +22,7 @@ fn hello(side: Side, keyed: bool, nonce: u8) -> Hello {
 
 fn transcript() -> Transcript {
     Transcript {
+        protocol: &PROTOCOL,
         dialer: hello(Side::Dialer, true, 1).encode(),
         listener: hello(Side::Listener, true, 2).encode(),
     }
@@ -56,7 +64,10 @@ fn hellos_that_do_not_fit_are_refused_by_name() {
     let peer = hello(Side::Dialer, true, 1);
     let mut old = peer.encode();
     old[8] = 0;
-    assert_eq!(ours.check_peer(&old), Err(HelloError::Version(0)));
+    assert_eq!(
+        ours.check_peer(&old),
+        Err(HelloError::Version { theirs: 0, ours: 7 })
+    );
     let mut http = [b' '; HELLO_LEN];
     http[..4].copy_from_slice(b"GET ");
     assert_eq!(ours.check_peer(&http), Err(HelloError::Magic));

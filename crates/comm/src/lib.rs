@@ -16,7 +16,7 @@ mod error;
 mod exchange;
 mod frame;
 mod group;
-mod handshake;
+pub mod handshake;
 mod link;
 mod local;
 mod mesh;

@@ -1,9 +1,9 @@
 //! Groups within one process: every rank a thread. For tests, models and instances whose ranks share a process.
 
 use crate::board::{Board, Layout, Shared};
-use crate::channel::{Channel, ChannelError, nonce};
+use crate::channel::{Channel, ChannelError, RANKS, hello};
 use crate::group::{Group, Options, Wiring};
-use crate::handshake::{Hello, Side, Transcript};
+use crate::handshake::{Side, Transcript};
 use crate::link::Link;
 use crate::mesh::{Mesh, Stop};
 use crate::topology::Topology;
@@ -98,15 +98,15 @@ fn boards(topology: &Topology, shares: bool, options: Options) -> io::Result<Vec
 
 /// A connection that needs no handshake, since both ends are here.
 fn connect(listener: &TcpListener) -> io::Result<(Channel<TcpStream>, Channel<TcpStream>)> {
-    let hello = |side| -> io::Result<_> {
-        let nonce = nonce().map_err(|error| match error {
+    let hello = |side| {
+        let hello = hello(side, false).map(|hello| hello.encode());
+        hello.map_err(|error| match error {
             ChannelError::Io(error) => error,
             other => io::Error::other(other),
-        })?;
-        let keyed = false;
-        Ok(Hello { side, keyed, nonce }.encode())
+        })
     };
     let transcript = Transcript {
+        protocol: &RANKS,
         dialer: hello(Side::Dialer)?,
         listener: hello(Side::Listener)?,
     };

@@ -378,7 +378,7 @@ fn ranks_that_do_not_belong_together_are_told_why() {
         ),
         (
             |orders| orders.key = "wrong".to_owned(),
-            "does not accept this rank's peer key",
+            "does not accept this side's peer key",
             "[1]; turned away: 127.0.0.1:",
         ),
     ];
@@ -459,7 +459,7 @@ fn a_port_where_something_else_answers_is_named() {
     let line = Rank::start(&orders.of(1)).line();
     assert!(line.contains("127.0.0.1:21321"), "{line}");
     assert!(
-        line.contains("does not speak the protocol of ranks"),
+        line.contains("does not speak the protocol of this port"),
         "{line}"
     );
     // And the first rank can't listen where somebody does.

@@ -1,9 +1,9 @@
 //! Takes connections and their first message, from many at a time: one that is slow, silent or a stranger delays
 //! nobody.
 
-use crate::channel::{Channel, ChannelError, Direction, FIRST_CAP, body_length, nonce};
+use crate::channel::{Channel, ChannelError, Direction, FIRST_CAP, RANKS, body_length, hello};
 use crate::handshake::{
-    HELLO_LEN, Hello, KEY_REFUSED, PROOF_LEN, PeerKey, Side, TAG_LEN, Transcript,
+    HELLO_LEN, Hello, HelloError, PROOF_LEN, PeerKey, Side, TAG_LEN, Transcript,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::de::DeserializeOwned;
@@ -56,10 +56,6 @@ struct Coming {
 }
 
 #[derive(Debug)]
-#[expect(
-    clippy::large_enum_variant,
-    reason = "few at a time, and only while a group starts"
-)]
 enum State {
     Hello(Hello),
     Proof(Transcript),
@@ -171,7 +167,7 @@ impl Acceptor {
                 _ => return Err(error),
             },
         };
-        let Ok(nonce) = nonce() else {
+        let Ok(hello) = hello(Side::Listener, self.key.is_some()) else {
             return Ok(());
         };
         stream.set_nonblocking(true)?;
@@ -179,13 +175,11 @@ impl Acceptor {
             // Who holds the key speaks at once; the oldest of those who do not makes room.
             self.coming.remove(0);
         }
-        let keyed = self.key.is_some();
-        let side = Side::Listener;
         self.coming.push(Coming {
             stream,
             from,
             input: Vec::new(),
-            state: State::Hello(Hello { side, keyed, nonce }),
+            state: State::Hello(hello),
             until: Instant::now() + FIRST_TIME,
         });
         Ok(())
@@ -235,17 +229,23 @@ impl Coming {
                         return Ok(false);
                     };
                     let listener = ours.encode();
-                    // Also to somebody who does not fit: so that it can name what differs.
-                    self.stream.write_all(&listener)?;
-                    ours.check_peer(&dialer)?;
-                    self.state = State::Proof(Transcript { dialer, listener });
+                    let fits = ours.check_peer(&dialer);
+                    if !fits.is_err_and(HelloError::is_strange) {
+                        self.stream.write_all(&listener)?;
+                    }
+                    fits?;
+                    self.state = State::Proof(Transcript {
+                        protocol: &RANKS,
+                        dialer,
+                        listener,
+                    });
                 }
                 State::Proof(transcript) => {
                     let Some(proof) = self.input.first_chunk::<PROOF_LEN>() else {
                         return Ok(false);
                     };
                     if let Err(error) = transcript.verify(key, Side::Dialer, proof) {
-                        self.stream.write_all(&KEY_REFUSED)?;
+                        self.stream.write_all(&RANKS.refusal())?;
                         return Err(error.into());
                     }
                     self.stream

@@ -118,10 +118,7 @@ pub fn rebalance(
     shape: &EplbShape,
 ) -> Result<ExpertPlacement, ApiError> {
     let new = balance(loads, shape)?;
-    let same = old.experts() == new.experts()
-        && old.ranks() == new.ranks()
-        && old.seats().len() == new.seats().len();
-    if !same {
+    if !new.has_shape_of(old) {
         return Err(ApiError::invalid(
             "expert_placement",
             "the placement in use is of another shape",

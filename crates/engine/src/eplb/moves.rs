@@ -43,10 +43,7 @@ pub fn moves(
     new: &ExpertPlacement,
     shape: &EplbShape,
 ) -> Result<Vec<Move>, ApiError> {
-    let same = old.experts() == new.experts()
-        && old.ranks() == new.ranks()
-        && old.seats().len() == new.seats().len();
-    if !same {
+    if !new.has_shape_of(old) {
         return Err(ApiError::invalid(
             "expert_placement",
             "moves between placements of different shapes",

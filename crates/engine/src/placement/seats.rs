@@ -47,6 +47,12 @@ pub fn check_spread(experts: u32, redundant: u32, ranks: u32) -> Result<(), ApiE
 }
 
 impl ExpertPlacement {
+    /// As many experts, ranks and seats as `other`.
+    pub fn has_shape_of(&self, other: &Self) -> bool {
+        (self.experts(), self.ranks(), self.seats().len())
+            == (other.experts(), other.ranks(), other.seats().len())
+    }
+
     /// Experts by seat.
     ///
     /// # Errors

@@ -602,6 +602,7 @@ where
         // SAFETY: queries and as many panels of keys as `most` needs are packed.
         unsafe {
             let cells = self.queries.add(range.start * lines);
+            const { assert!(KEY_PANELS == 4, "a tile's panels are taken together") };
             if range.len() <= TOGETHER_ROWS && most > TILE - PANEL {
                 let keys = self.keys.cast();
                 let sums = room.scores.as_mut_ptr();

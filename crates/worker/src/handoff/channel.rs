@@ -1,15 +1,13 @@
 //! One connection of the KV channel: handshake, frames and raw units, every wait with a deadline.
 
-use crate::handoff::handshake::{
-    HELLO_LEN, Hello, HelloError, KEY_REFUSED, PROOF_LEN, PeerKey, Side, Transcript,
-};
-use crate::handoff::wire::{FRAME_CAP, FrameCodec, FrameError};
+use crate::handoff::wire::{FRAME_CAP, FrameCodec, FrameError, PROTOCOL};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::time::Duration;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout_at};
+use twinfer_comm::handshake::{HELLO_LEN, Hello, HelloError, PROOF_LEN, PeerKey, Side, Transcript};
 
 /// A handshake, fingerprints included, takes no longer.
 pub(crate) const HANDSHAKE_TIME: Duration = Duration::from_secs(2);
@@ -81,19 +79,23 @@ impl Channel {
         deadline: Instant,
     ) -> Result<Self, ChannelError> {
         let mut raw = Raw::new(stream, deadline)?;
-        let ours = hello(Side::Importer, key)?;
+        let ours = hello(Side::Dialer, key)?;
         let importer = ours.encode();
         raw.write(&importer).await?;
         let exporter = raw.read::<HELLO_LEN>().await?;
         ours.check_peer(&exporter)?;
-        let transcript = Transcript { importer, exporter };
-        raw.write(&transcript.proof(key, Side::Importer)).await?;
+        let transcript = Transcript {
+            protocol: &PROTOCOL,
+            dialer: importer,
+            listener: exporter,
+        };
+        raw.write(&transcript.proof(key, Side::Dialer)).await?;
         let proof = raw.read::<PROOF_LEN>().await?;
-        if proof == KEY_REFUSED {
+        if proof == PROTOCOL.refusal() {
             return Err(HelloError::KeyRefused.into());
         }
-        transcript.verify(key, Side::Exporter, &proof)?;
-        Ok(Self::new(raw.stream, &transcript, key, Side::Importer))
+        transcript.verify(key, Side::Listener, &proof)?;
+        Ok(Self::new(raw.stream, &transcript, key, Side::Dialer))
     }
 
     /// The listening side: says nothing to a peer that does not speak the protocol, and proves nothing
@@ -104,26 +106,26 @@ impl Channel {
         deadline: Instant,
     ) -> Result<Self, ChannelError> {
         let mut raw = Raw::new(stream, deadline)?;
-        let ours = hello(Side::Exporter, key)?;
+        let ours = hello(Side::Listener, key)?;
         let exporter = ours.encode();
         let importer = raw.read::<HELLO_LEN>().await?;
-        match ours.check_peer(&importer) {
-            Ok(()) => raw.write(&exporter).await?,
-            Err(HelloError::Magic | HelloError::Reflected) => return Err(HelloError::Magic.into()),
-            Err(misfit) => {
-                // Lets the other side name what differs: version, role or whether there is a key.
-                raw.write(&exporter).await?;
-                return Err(misfit.into());
-            }
+        let fits = ours.check_peer(&importer);
+        if !fits.is_err_and(HelloError::is_strange) {
+            raw.write(&exporter).await?;
         }
-        let transcript = Transcript { importer, exporter };
+        fits?;
+        let transcript = Transcript {
+            protocol: &PROTOCOL,
+            dialer: importer,
+            listener: exporter,
+        };
         let proof = raw.read::<PROOF_LEN>().await?;
-        if let Err(wrong) = transcript.verify(key, Side::Importer, &proof) {
-            raw.write(&KEY_REFUSED).await?;
+        if let Err(wrong) = transcript.verify(key, Side::Dialer, &proof) {
+            raw.write(&PROTOCOL.refusal()).await?;
             return Err(wrong.into());
         }
-        raw.write(&transcript.proof(key, Side::Exporter)).await?;
-        Ok(Self::new(raw.stream, &transcript, key, Side::Exporter))
+        raw.write(&transcript.proof(key, Side::Listener)).await?;
+        Ok(Self::new(raw.stream, &transcript, key, Side::Listener))
     }
 
     fn new(stream: TcpStream, transcript: &Transcript, key: Option<&PeerKey>, side: Side) -> Self {
@@ -280,6 +282,7 @@ fn hello(side: Side, key: Option<&PeerKey>) -> Result<Hello, ChannelError> {
     let mut nonce = [0; 32];
     getrandom::fill(&mut nonce).map_err(ChannelError::Random)?;
     Ok(Hello {
+        protocol: &PROTOCOL,
         side,
         keyed: key.is_some(),
         nonce,

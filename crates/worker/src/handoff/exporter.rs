@@ -1,6 +1,5 @@
 //! The prefill side: seals prompts' KV, leases it, serves it, gives it back.
 
-use crate::handoff::handshake::PeerKey;
 use crate::handoff::lease::{Gone, HandleId, LeaseConfig, LeaseTable, Pin, Release};
 use crate::handoff::listener::KvListener;
 use crate::handoff::params::RemoteHandle;
@@ -16,6 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::Instant;
+use twinfer_comm::handshake::PeerKey;
 use twinfer_engine::{HeldKv, KvGeometry, RequestId};
 use twinfer_protocol::{
     ApiError, Epoch, ErrorKind, Fingerprint, KvRelease, KvTransferParams, TokenId,

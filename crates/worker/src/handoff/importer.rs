@@ -4,7 +4,6 @@
 use crate::handoff::channel::ChannelError;
 use crate::handoff::exporter::check_shape;
 use crate::handoff::fetch::{Fetch, FetchError};
-use crate::handoff::handshake::PeerKey;
 use crate::handoff::keeper::{ImporterKeeper, RENEWALS, SHORTEST_TICK};
 use crate::handoff::params::{Local, RemoteHandle};
 use crate::handoff::peers::{PeerList, PeerListError};
@@ -20,6 +19,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::sync::{Notify, mpsc};
 use tokio::time::Instant;
+use twinfer_comm::handshake::PeerKey;
 use twinfer_engine::KvGeometry;
 use twinfer_protocol::{ApiError, BlockId, ErrorKind, Fingerprint, KvTransferParams, TokenId};
 use twinfer_sys::BlockArena;

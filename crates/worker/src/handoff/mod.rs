@@ -12,7 +12,6 @@
 mod channel;
 mod exporter;
 mod fetch;
-mod handshake;
 mod importer;
 mod keeper;
 mod lease;
@@ -26,7 +25,6 @@ mod stats;
 mod wire;
 
 pub use exporter::{BindError, Exporter, ExporterConfig};
-pub use handshake::PeerKey;
 pub use importer::{Claim, FetchReport, Importer, ImporterConfig, ImporterError};
 pub use keeper::ImporterKeeper;
 pub(crate) use keeper::RENEWALS;
@@ -37,6 +35,7 @@ pub use peers::{Peer, PeerListError};
 pub use seal::Seal;
 pub use server::ExporterServer;
 pub use stats::{ExporterStats, FailureCounts, ImporterStats, RejectionCounts};
+pub use twinfer_comm::PeerKey;
 pub use wire::ReleaseOutcome;
 
 #[cfg(test)]

@@ -1,7 +1,6 @@
 //! An importer's connections: dialled, proved, kept for the next request.
 
 use crate::handoff::channel::{Channel, ChannelError, HANDSHAKE_TIME};
-use crate::handoff::handshake::PeerKey;
 use crate::handoff::peers::Peer;
 use crate::handoff::stats::Counter;
 use crate::handoff::wire::{Refusal, Reply, Request, difference, printable};
@@ -12,6 +11,7 @@ use std::time::Duration;
 use tokio::net::{TcpStream, lookup_host};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, timeout_at};
+use twinfer_comm::handshake::PeerKey;
 use twinfer_protocol::{ApiError, Epoch, ErrorKind, Fingerprint};
 
 /// Connections in use at the same time, for each purpose; who finds none free waits.

@@ -1,8 +1,8 @@
 //! What a connector counts. Counters only grow; gauges are taken when asked.
 
 use crate::handoff::channel::ChannelError;
-use crate::handoff::handshake::HelloError;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use twinfer_comm::handshake::HelloError;
 use twinfer_protocol::ErrorKind;
 
 /// Failures by the code a request would end with.
@@ -179,7 +179,7 @@ impl Rejections {
     /// A connection that ended before its handshake did.
     pub(crate) fn count(&self, error: &ChannelError) {
         match error {
-            ChannelError::Hello(HelloError::Version(_)) => &self.version,
+            ChannelError::Hello(HelloError::Version { .. }) => &self.version,
             ChannelError::Hello(error) if error.is_about_keys() => &self.key,
             ChannelError::Hello(_) | ChannelError::Frame(_) => &self.protocol,
             ChannelError::Closed

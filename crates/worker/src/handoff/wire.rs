@@ -19,14 +19,22 @@
 //!                                   <-    Renewed{alive} | Refused
 //! ```
 
-use crate::handoff::handshake::{SessionKey, TAG_LEN};
 use crate::handoff::lease::{Gone, HandleId};
 use crate::handoff::seal::TokenHash;
 use postcard::fixint;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
+use twinfer_comm::handshake::{Protocol, SessionKey, TAG_LEN};
 use twinfer_engine::KvGeometry;
 use twinfer_protocol::{ApiError, ErrorKind, Fingerprint};
+
+/// The KV channel. Versions: 2, fingerprints name the MTP layer; 3, a pull names its first block; 4, what was read is
+/// free.
+pub(crate) static PROTOCOL: Protocol = Protocol {
+    magic: *b"twinfrKV",
+    version: 4,
+    label: b"twinfer kv channel ",
+};
 
 /// Longest body of a control frame, in bytes. Fingerprints and 256 handles fit in.
 pub(crate) const FRAME_CAP: usize = 16 << 10;

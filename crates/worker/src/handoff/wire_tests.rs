@@ -1,13 +1,14 @@
 use super::*;
-use crate::handoff::handshake::{HELLO_LEN, Side, Transcript};
 use proptest::prelude::*;
+use twinfer_comm::handshake::{HELLO_LEN, Side, Transcript};
 
 fn codec() -> FrameCodec {
     let transcript = Transcript {
-        importer: [1; HELLO_LEN],
-        exporter: [2; HELLO_LEN],
+        protocol: &PROTOCOL,
+        dialer: [1; HELLO_LEN],
+        listener: [2; HELLO_LEN],
     };
-    FrameCodec::new(transcript.session(None, Side::Importer))
+    FrameCodec::new(transcript.session(None, Side::Dialer))
 }
 
 fn handle() -> impl Strategy<Value = WireHandle> {
@@ -232,7 +233,6 @@ proptest! {
 /// Messages that look otherwise are another version: a peer would misread them.
 #[test]
 fn messages_of_this_version_have_these_bytes() {
-    use crate::handoff::handshake::VERSION;
     let handle = WireHandle {
         epoch: 1,
         generation: 2,
@@ -299,8 +299,12 @@ fn messages_of_this_version_have_these_bytes() {
         bytes.extend(postcard::to_allocvec(reply).unwrap());
     }
     assert_eq!(
-        (VERSION, bytes.len(), xxhash_rust::xxh3::xxh3_64(&bytes)),
+        (
+            PROTOCOL.version,
+            bytes.len(),
+            xxhash_rust::xxh3::xxh3_64(&bytes)
+        ),
         (4, 250, 1_231_454_375_660_805_924),
-        "raise VERSION with every change of these bytes"
+        "raise PROTOCOL.version with every change of these bytes"
     );
 }

@@ -183,11 +183,11 @@ async fn keys_that_differ_are_named_by_the_importer() {
             Some("another key"),
             "the two instances have different keys",
         ),
-        (&prefill, None, "has a peer key, and this instance has none"),
+        (&prefill, None, "has a peer key, and this side has none"),
         (
             &open,
             Some("the peers' key"),
-            "has no peer key, and this instance has one",
+            "has no peer key, and this side has one",
         ),
     ] {
         let decode = Decode::start(&Options {

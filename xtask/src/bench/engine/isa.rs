@@ -1,6 +1,7 @@
 //! Products on the slower instruction sets: AVX2 beside its own peak, portable code beside AVX2.
 
 use super::THREADS;
+use super::ours::cores;
 use anyhow::{Context, Result};
 use std::time::{Duration, Instant};
 use twinfer_kernels::{Compute, Isa, Matrix, ThreadTeam, Weight, bf16, peaks, product};
@@ -17,14 +18,9 @@ pub(super) fn avx2_peak(budget: Duration) -> Result<f64> {
 
 /// Products on AVX2 and in portable code, 10^9 operations per second. Pins the thread.
 pub(super) fn measure(at_least: Duration) -> Result<(f64, f64)> {
-    // Before this thread is pinned: afterwards it has one core only.
-    let cpus: Vec<usize> = twinfer_sys::available_cpus()?
-        .into_iter()
-        .take(THREADS)
-        .collect();
     Ok((
-        gemm(isa("avx2")?, &cpus, at_least)?,
-        gemm(isa("portable")?, &cpus, at_least)?,
+        gemm(isa("avx2")?, at_least)?,
+        gemm(isa("portable")?, at_least)?,
     ))
 }
 
@@ -35,7 +31,8 @@ fn isa(name: &str) -> Result<Isa> {
 }
 
 /// All shapes in turn, int8 by int8, quantisation of x included; the median of the turns.
-fn gemm(isa: Isa, cpus: &[usize], at_least: Duration) -> Result<f64> {
+fn gemm(isa: Isa, at_least: Duration) -> Result<f64> {
+    let cpus = cores()?;
     let team = ThreadTeam::with_spin(THREADS, Some(cpus), isa, SPIN)?;
     twinfer_sys::pin_thread(cpus.get(..1).context("no core")?)?;
     let mut works = Vec::new();

@@ -3,6 +3,7 @@
 use super::{CONTEXT, STEPS, THREADS};
 use anyhow::{Context, Result, bail};
 use std::path::Path;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 use twinfer_config::Dtype;
 use twinfer_engine::{
@@ -23,14 +24,27 @@ pub(super) struct Loaded {
     seen: Vec<u64>,
 }
 
+/// The cores to measure on, as they were before the first measurement: an executor pins the thread that calls it, which
+/// would leave a second one in that thread a single core.
+pub(super) fn cores() -> Result<&'static [usize]> {
+    static CORES: OnceLock<Vec<usize>> = OnceLock::new();
+    if let Some(cores) = CORES.get() {
+        return Ok(cores);
+    }
+    let cores = twinfer_sys::available_cpus()?;
+    if cores.len() < THREADS {
+        bail!("{} cores; {THREADS} are needed", cores.len());
+    }
+    Ok(CORES.get_or_init(|| cores.into_iter().take(THREADS).collect()))
+}
+
 /// As the plan does: an instance has cores of its own, and its threads may spin on them.
 pub(super) fn options(quantize: bool, blocks: u32) -> Result<LoadOptions<'static>> {
-    let cpus = twinfer_sys::available_cpus()?;
     Ok(LoadOptions {
         dtype: Dtype::Bf16,
         quantize,
         threads: THREADS,
-        cpus: Some(cpus.into_iter().take(THREADS).collect()),
+        cpus: Some(cores()?.to_vec()),
         max_num_batched_tokens: LONGEST,
         max_num_seqs: MOST_SEQUENCES,
         kv: KvMemory::Blocks(blocks),
