@@ -118,7 +118,7 @@ async fn a_prefill_instance_of_another_version_is_refused_by_name() {
             .await;
         let error = fetched.unwrap_err();
         assert_eq!(error.kind, ErrorKind::KvMismatch, "{error}");
-        let named = format!("speaks version {version} of the KV channel's protocol, not {VERSION}");
+        let named = format!("speaks version {version} of the protocol, not {VERSION}");
         assert!(error.message.contains(&named), "{error}");
         tasks.join_next().await.unwrap().unwrap();
     }
@@ -178,11 +178,7 @@ async fn keys_that_differ_are_named_by_the_importer() {
     .await;
     let prompt = prompt(1, 9);
     for (server, key, word) in [
-        (
-            &prefill,
-            Some("another key"),
-            "the two instances have different keys",
-        ),
+        (&prefill, Some("another key"), "the two have different keys"),
         (&prefill, None, "has a peer key, and this side has none"),
         (
             &open,
