@@ -41,6 +41,9 @@ enum Chore {
     },
     /// One hash per deployment of the same 200 prompts; all must be equal.
     Hash(hash::Args),
+    /// A rank of a cell of `hash`, which starts it.
+    #[command(hide = true)]
+    HashRank(hash::RankArgs),
     /// Streams through one prefill and one decode instance, some cut off; then every gauge must be back.
     Soak(soak::Args),
     /// Measure against the floor and the peers.
@@ -53,6 +56,7 @@ fn main() -> ExitCode {
         Chore::Show { what } => show::run(&what),
         Chore::Cases { issue } => cases::run(&issue),
         Chore::Hash(args) => hash::run(&args),
+        Chore::HashRank(args) => hash::rank(&args),
         Chore::Soak(args) => soak::run(&args),
         Chore::Bench(args) => bench::run(&args),
     };

@@ -13,6 +13,7 @@ pub(super) struct Matrix {
     /// Tokens generated for each.
     pub(super) output: u32,
     pub(super) local: &'static [Local],
+    pub(super) together: &'static [Together],
     pub(super) served: &'static [Served],
 }
 
@@ -38,6 +39,14 @@ pub(super) struct Local {
     pub(super) blocks: u32,
     pub(super) cache: Cache,
     /// Tokens proposed per step.
+    pub(super) drafts: u32,
+}
+
+/// A cell whose ranks are processes without HTTP.
+pub(super) struct Together {
+    pub(super) name: &'static str,
+    /// Ranks of each node.
+    pub(super) counts: &'static [u32],
     pub(super) drafts: u32,
 }
 
@@ -87,7 +96,7 @@ const PAIR: Served = Served {
     drafts: 0,
 };
 
-pub(super) const MATRICES: &[Matrix] = &[SLICE, ENGINE];
+pub(super) const MATRICES: &[Matrix] = &[SLICE, ENGINE, RANKS];
 
 const SLICE: Matrix = Matrix {
     name: "slice",
@@ -145,6 +154,7 @@ const SLICE: Matrix = Matrix {
             ..ALONE
         },
     ],
+    together: &[],
     served: &[
         COLOCATED,
         PAIR,
@@ -243,6 +253,7 @@ const ENGINE: Matrix = Matrix {
             drafts: 5,
         },
     ],
+    together: &[],
     served: &[
         COLOCATED,
         PAIR,
@@ -252,6 +263,44 @@ const ENGINE: Matrix = Matrix {
             ..PAIR
         },
     ],
+};
+
+const fn together(name: &'static str, counts: &'static [u32], drafts: u32) -> Together {
+    Together {
+        name,
+        counts,
+        drafts,
+    }
+}
+
+const RANKS: Matrix = Matrix {
+    name: "ranks",
+    models: || {
+        let mut models = (ENGINE.models)();
+        models.extend((ENGINE.models)().into_iter().nth(2).map(|model| Model {
+            name: "qwen3_moe, W8A8 made at load",
+            quantize: true,
+            ..model
+        }));
+        models
+    },
+    prompts: 50,
+    longest: 200,
+    output: 24,
+    local: &[ALONE],
+    together: &[
+        together("1 rank", &[1], 0),
+        together("2 ranks", &[2], 0),
+        together("4 ranks", &[4], 0),
+        together("8 ranks", &[8], 0),
+        together("16 ranks", &[16], 0),
+        together("2 nodes of 1 rank", &[1, 1], 0),
+        together("2 nodes of 4 ranks", &[4, 4], 0),
+        together("2 ranks, 1 draft", &[2], 1),
+        together("4 ranks, 3 drafts", &[4], 3),
+        together("2 nodes of 2 ranks, 2 drafts", &[2, 2], 2),
+    ],
+    served: &[],
 };
 
 fn demo() -> Model {

@@ -5,11 +5,11 @@ use super::{Output, Task};
 use anyhow::Result;
 use std::sync::Arc;
 use twinfer_engine::{
-    Engine, EngineConfig, EngineStats, KvMemory, KvSource, LoadOptions, Probe, Request, RequestId,
-    SamplingParams, generate, load,
+    Engine, EngineConfig, EngineStats, Generated, KvMemory, KvSource, LoadOptions, Probe, Request,
+    RequestId, SamplingParams, generate, load,
 };
 
-fn request(id: usize, task: &Task, output: u32) -> Request {
+pub(super) fn request(id: usize, task: &Task, output: u32) -> Request {
     let params = SamplingParams {
         temperature: task.temperature,
         seed: task.seed,
@@ -74,23 +74,15 @@ pub(super) fn run(
             .collect();
         results = generate(&mut engine, requests, cell.sequences as usize, |_| {})?;
     }
-    let outputs = results
-        .iter()
-        .map(|result| {
-            result
-                .tokens
-                .iter()
-                .map(|token| {
-                    (
-                        token.id,
-                        token
-                            .logprobs
-                            .as_ref()
-                            .map_or(0, |(own, _)| own.logprob.to_bits()),
-                    )
-                })
-                .collect()
-        })
-        .collect();
+    let outputs = results.iter().map(output).collect();
     Ok((outputs, engine.stats()))
+}
+
+pub(super) fn output(result: &Generated) -> Output {
+    let tokens = result.tokens.iter();
+    let bits = tokens.map(|token| {
+        let own = token.logprobs.as_ref().map(|(own, _)| own);
+        (token.id, own.map_or(0, |own| own.logprob.to_bits()))
+    });
+    bits.collect()
 }

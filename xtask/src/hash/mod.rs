@@ -4,15 +4,17 @@ mod cells;
 mod divergence;
 mod local;
 mod served;
+mod together;
 
 use anyhow::{Context, Result, bail};
 use cells::{Cache, Local, MATRICES, Matrix, Model, TIGHT};
+pub(crate) use together::{RankArgs, rank};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 /// Which matrix.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Name of the matrix: `slice` or `engine`.
+    /// Name of the matrix: `slice`, `engine` or `ranks`.
     #[arg(long)]
     pub(crate) matrix: String,
 }
@@ -40,6 +42,8 @@ type Output = Vec<(u32, u32)>;
 struct Judge<'a> {
     matrix: &'a Matrix,
     model: &'a Model,
+    /// Of the model in the matrix.
+    number: usize,
     tasks: Vec<Task>,
     reference: Option<Vec<Output>>,
     cells: usize,
@@ -57,11 +61,12 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     };
     let mut differing = Vec::new();
     let mut cells = 0;
-    for model in (matrix.models)() {
+    for (number, model) in (matrix.models)().into_iter().enumerate() {
         println!("{}", model.name);
         let mut judge = Judge {
             matrix,
             model: &model,
+            number,
             tasks: tasks(matrix, model.ids),
             reference: None,
             cells: 0,
@@ -102,6 +107,14 @@ impl Judge<'_> {
                 bail!("{name}: no draft was accepted");
             }
             self.judge(name, outputs, Some(cell))?;
+        }
+        for (number, cell) in self.matrix.together.iter().enumerate() {
+            if cell.drafts > 0 && !self.model.drafts {
+                continue;
+            }
+            let outputs = together::run(self.matrix, self.number, &self.tasks, number)
+                .with_context(|| cell.name)?;
+            self.judge(cell.name, outputs, None)?;
         }
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
