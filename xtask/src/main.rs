@@ -4,6 +4,7 @@
 mod bench;
 mod cases;
 mod hash;
+mod ranks;
 mod run;
 mod show;
 mod soak;
@@ -39,7 +40,7 @@ enum Chore {
         #[arg(long)]
         issue: String,
     },
-    /// One hash per deployment of the same 200 prompts; all must be equal.
+    /// One hash per deployment of the same prompts; all must be equal.
     Hash(hash::Args),
     /// A rank of a cell of `hash`, which starts it.
     #[command(hide = true)]
@@ -48,6 +49,9 @@ enum Chore {
     Soak(soak::Args),
     /// Measure against the floor and the peers.
     Bench(bench::Args),
+    /// A rank of a group of `bench ranks`, which starts it.
+    #[command(hide = true)]
+    BenchRank(bench::RankArgs),
 }
 
 fn main() -> ExitCode {
@@ -59,6 +63,7 @@ fn main() -> ExitCode {
         Chore::HashRank(args) => hash::rank(&args),
         Chore::Soak(args) => soak::run(&args),
         Chore::Bench(args) => bench::run(&args),
+        Chore::BenchRank(args) => bench::rank(&args),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

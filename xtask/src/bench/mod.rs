@@ -2,6 +2,7 @@
 
 mod engine;
 mod handoff;
+mod ranks;
 mod report;
 mod router;
 
@@ -13,6 +14,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 use twinfer_it::{profile, repository};
 
+pub(crate) use ranks::{RankArgs, rank};
+
 /// Rounds of a run; ours, peers and floor alternate in each, medians count.
 const ROUNDS: usize = 3;
 
@@ -22,7 +25,7 @@ const MEASURING: Duration = Duration::from_secs(3 * 60 * 60);
 /// What to measure.
 #[derive(clap::Args, Clone)]
 pub(crate) struct Args {
-    /// Group of rows in bench/targets.toml: `engine`, `handoff` or `router`.
+    /// Group of rows in bench/targets.toml: `engine`, `handoff`, `ranks` or `router`.
     pub(crate) group: String,
     /// Folder with the peers that `engine` is measured against; docs/benchmarks.md says what it holds.
     #[arg(long)]
@@ -190,6 +193,7 @@ fn measure(args: &Args) -> Result<()> {
     let mut measured = match args.group.as_str() {
         "engine" => engine::measure(&plan, args.peers.as_deref())?,
         "handoff" => Measured::of(handoff::measure(plan.rounds)?),
+        "ranks" => ranks::measure(&plan)?,
         "router" => Measured::of(router::measure(plan.rounds)?),
         other => bail!("group {other} has targets and no measurement"),
     };

@@ -1,6 +1,7 @@
 //! What the matrices consist of.
 
 use std::path::PathBuf;
+use twinfer_engine::phase::PhasePolicy;
 use twinfer_it::{demo_model, repository};
 
 /// The same prompts through several cells, for each of several models; within a model all hashes are
@@ -42,12 +43,29 @@ pub(super) struct Local {
     pub(super) drafts: u32,
 }
 
-/// A cell whose ranks are processes without HTTP.
+/// A cell of several ranks without HTTP.
 pub(super) struct Together {
     pub(super) name: &'static str,
     /// Ranks of each node.
     pub(super) counts: &'static [u32],
+    /// Ranks of a node meet in memory; else over TCP, as those of different nodes do.
+    pub(super) share_memory: bool,
+    pub(super) run: Run,
+    /// Of each rank.
+    pub(super) sequences: u32,
+    pub(super) chunk: u32,
+    pub(super) policy: PhasePolicy,
+    /// Tokens proposed per step.
     pub(super) drafts: u32,
+}
+
+/// What the ranks of a cell are.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) enum Run {
+    /// Of this process.
+    Threads,
+    /// Of this program.
+    Processes,
 }
 
 /// Prefix cache of a cell.
@@ -265,40 +283,147 @@ const ENGINE: Matrix = Matrix {
     ],
 };
 
-const fn together(name: &'static str, counts: &'static [u32], drafts: u32) -> Together {
-    Together {
-        name,
-        counts,
-        drafts,
-    }
-}
+/// Ranks as threads that share memory.
+const RANK: Together = Together {
+    name: "1 rank",
+    counts: &[1],
+    share_memory: true,
+    run: Run::Threads,
+    sequences: 16,
+    chunk: 128,
+    policy: PhasePolicy::DEFAULT,
+    drafts: 0,
+};
 
 const RANKS: Matrix = Matrix {
     name: "ranks",
     models: || {
-        let mut models = (ENGINE.models)();
-        models.extend((ENGINE.models)().into_iter().nth(2).map(|model| Model {
-            name: "qwen3_moe, W8A8 made at load",
+        let golden = |path: &str| repository().join("testdata/golden").join(path);
+        let quantized = |name, model| Model {
+            name,
             quantize: true,
             ..model
-        }));
-        models
+        };
+        let qwen = || Model {
+            name: "qwen3_moe, bf16",
+            path: golden("qwen3_moe"),
+            quantize: false,
+            drafts: false,
+            ids: 500,
+        };
+        vec![
+            demo(),
+            quantized("demo, W8A8 made at load", demo()),
+            qwen(),
+            quantized("qwen3_moe, W8A8 made at load", qwen()),
+            Model {
+                name: "qwen3_moe, W8A8 of compressed-tensors",
+                path: golden("w8a8/qwen3_moe_compressed"),
+                ..qwen()
+            },
+        ]
     },
-    prompts: 50,
+    prompts: 60,
     longest: 200,
     output: 24,
     local: &[ALONE],
     together: &[
-        together("1 rank", &[1], 0),
-        together("2 ranks", &[2], 0),
-        together("4 ranks", &[4], 0),
-        together("8 ranks", &[8], 0),
-        together("16 ranks", &[16], 0),
-        together("2 nodes of 1 rank", &[1, 1], 0),
-        together("2 nodes of 4 ranks", &[4, 4], 0),
-        together("2 ranks, 1 draft", &[2], 1),
-        together("4 ranks, 3 drafts", &[4], 3),
-        together("2 nodes of 2 ranks, 2 drafts", &[2, 2], 2),
+        RANK,
+        Together {
+            name: "2 ranks",
+            counts: &[2],
+            ..RANK
+        },
+        Together {
+            name: "4 ranks",
+            counts: &[4],
+            ..RANK
+        },
+        Together {
+            name: "8 ranks",
+            counts: &[8],
+            ..RANK
+        },
+        Together {
+            name: "16 ranks",
+            counts: &[16],
+            ..RANK
+        },
+        Together {
+            name: "4 ranks over TCP, phases apart, prompts in pieces of 24",
+            counts: &[4],
+            share_memory: false,
+            chunk: 24,
+            policy: PhasePolicy {
+                prefill_run: 1,
+                ..PhasePolicy::AT_ONCE
+            },
+            ..RANK
+        },
+        Together {
+            name: "4 ranks, prompts at once, padded",
+            counts: &[4],
+            policy: PhasePolicy::AT_ONCE,
+            ..RANK
+        },
+        Together {
+            name: "2 nodes of 1 rank",
+            counts: &[1, 1],
+            ..RANK
+        },
+        Together {
+            name: "2 nodes of 4 ranks",
+            counts: &[4, 4],
+            ..RANK
+        },
+        Together {
+            name: "2 nodes of 8 ranks",
+            counts: &[8, 8],
+            ..RANK
+        },
+        Together {
+            name: "4 ranks as processes",
+            counts: &[4],
+            run: Run::Processes,
+            ..RANK
+        },
+        Together {
+            name: "16 ranks as processes",
+            counts: &[16],
+            run: Run::Processes,
+            ..RANK
+        },
+        Together {
+            name: "2 nodes of 2 ranks as processes",
+            counts: &[2, 2],
+            run: Run::Processes,
+            ..RANK
+        },
+        Together {
+            name: "2 ranks, 1 draft",
+            counts: &[2],
+            drafts: 1,
+            ..RANK
+        },
+        Together {
+            name: "16 ranks, 3 drafts",
+            counts: &[16],
+            drafts: 3,
+            ..RANK
+        },
+        Together {
+            name: "2 nodes of 4 ranks, 2 drafts",
+            counts: &[4, 4],
+            drafts: 2,
+            ..RANK
+        },
+        Together {
+            name: "2 nodes of 2 ranks as processes, 5 drafts",
+            counts: &[2, 2],
+            run: Run::Processes,
+            drafts: 5,
+            ..RANK
+        },
     ],
     served: &[],
 };

@@ -112,7 +112,7 @@ impl Judge<'_> {
             if cell.drafts > 0 && !self.model.drafts {
                 continue;
             }
-            let outputs = together::run(self.matrix, self.number, &self.tasks, number)
+            let outputs = together::run(self.matrix, self.model, self.number, &self.tasks, number)
                 .with_context(|| cell.name)?;
             self.judge(cell.name, outputs, None)?;
         }
