@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::io::Read;
 use std::net::Ipv4Addr;
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 use twinfer_comm::{Group, Identity, JoinPlan, Options, Placement, Topology, join, start_up_test};
 use twinfer_it::free_port;
@@ -27,7 +27,7 @@ impl Ranks {
     /// Starts all ranks of `topology` with `arguments` and, in front of them, the id of this process.
     pub(crate) fn start(topology: &Topology, chore: &str, arguments: &[String]) -> Result<Self> {
         let port = free_port();
-        let (sender, outputs) = channel();
+        let (sender, outputs) = sync_channel(topology.world() as usize);
         let mut ranks = Self {
             children: Vec::new(),
             outputs,
@@ -53,6 +53,11 @@ impl Ranks {
             });
         }
         Ok(ranks)
+    }
+
+    /// Ids of the processes, by rank.
+    pub(crate) fn ids(&self) -> Vec<u32> {
+        self.children.iter().map(Child::id).collect()
     }
 
     /// What each rank printed, if all end well within `limit`.

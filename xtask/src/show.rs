@@ -1,7 +1,7 @@
 //! `show ISSUE.k`: runs exactly line k of the issue's "Shown by" list and prints the evidence.
 
 use crate::run::{BUILD, SHORT, TESTS, capture, cargo, check};
-use crate::{bench, cases, hash, soak, split};
+use crate::{bench, cases, hash, memory, soak, split};
 use anyhow::{Context, Result, bail};
 use std::net::TcpListener;
 use std::process::Command;
@@ -83,7 +83,7 @@ const RANKS: &[Line] = &[
     },
     Line {
         about: "memory per rank; moves of experts as bytes on the wire",
-        run: || missing("memory of rank processes is not measured, and experts do not move yet"),
+        run: ranks_memory,
     },
     Line {
         about: "sixteen ranks on two nodes, thirty-two on four",
@@ -329,6 +329,11 @@ fn ranks_hash() -> Result<()> {
     )
 }
 
+fn ranks_memory() -> Result<()> {
+    memory::run()?;
+    missing("moves of experts between ranks")
+}
+
 /// A line, or what is left of it, that cannot be shown.
 fn missing(what: &str) -> Result<()> {
     bail!("not there yet: {what}")
@@ -393,5 +398,7 @@ fn slice_soak() -> Result<()> {
         streams: 64,
         disconnect: 0.2,
         seconds: 60,
+        ranks: None,
+        steps: 0,
     })
 }

@@ -25,6 +25,12 @@ pub(crate) struct Args {
     /// Seconds of load, after a warm-up of a tenth of it.
     #[arg(long, default_value_t = 60)]
     pub(crate) seconds: u64,
+    /// Soak of so many ranks over executors that compute nothing, in place of all that.
+    #[arg(long)]
+    pub(crate) ranks: Option<u32>,
+    /// Steps of `--ranks`.
+    #[arg(long, default_value_t = 1_000_000)]
+    pub(crate) steps: u32,
 }
 
 #[derive(Default)]
@@ -48,6 +54,9 @@ struct Held {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
+    if let Some(ranks) = args.ranks {
+        return crate::bench::drift(ranks, args.steps);
+    }
     if !(0.0..=1.0).contains(&args.disconnect) {
         bail!(
             "--disconnect is {}; it lies between 0 and 1",

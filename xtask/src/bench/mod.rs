@@ -14,7 +14,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 use twinfer_it::{profile, repository};
 
-pub(crate) use ranks::{RankArgs, rank};
+pub(crate) use ranks::{RankArgs, drift, rank};
 
 /// Rounds of a run; ours, peers and floor alternate in each, medians count.
 const ROUNDS: usize = 3;

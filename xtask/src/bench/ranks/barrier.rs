@@ -66,7 +66,7 @@ pub(super) fn rank(args: &Args) -> Result<()> {
             times.push(start.elapsed());
         }
     }
-    println!("{}", serde_json::to_string(&Times::of(times))?);
+    println!("{}", serde_json::to_string(&Times::of(&mut times))?);
     Ok(())
 }
 

@@ -2,6 +2,7 @@
 //! nothing; and what the phase policies are worth, in virtual time.
 
 mod barrier;
+mod drift;
 mod gather;
 mod policies;
 mod steps;
@@ -10,6 +11,7 @@ use super::{Measured, Plan, Sample};
 use crate::ranks::end_with;
 use anyhow::{Result, bail};
 use barrier::Barrier;
+pub(crate) use drift::drift;
 use std::time::Duration;
 use steps::{Spec, Steps};
 

@@ -25,12 +25,11 @@ pub(super) fn measure(plan: &Plan, measured: &mut Measured) -> Result<()> {
     if !plan.wants(BEST) && !plan.wants(EQUAL) {
         return Ok(());
     }
-    let requests = if plan.quick { REQUESTS / 2 } else { REQUESTS };
     let tokenizer = byte_tokenizer().map_err(|e| anyhow!("{e}"))?;
     let all = candidates(RANKS);
     let in_flight = RANKS * SEQUENCES;
-    let mixed = mixed_lengths(in_flight, requests);
-    let mut runs = vec![(PhasePolicy::AT_ONCE, equal_lengths(in_flight, requests))];
+    let mixed = mixed_lengths(in_flight, REQUESTS);
+    let mut runs = vec![(PhasePolicy::AT_ONCE, equal_lengths(in_flight, REQUESTS))];
     runs.extend(all.iter().map(|candidate| (candidate.policy, mixed)));
     let mut reports = reports(&runs, &tokenizer)?;
     let equal = reports.remove(0);
@@ -60,6 +59,10 @@ pub(super) fn measure(plan: &Plan, measured: &mut Measured) -> Result<()> {
         .iter()
         .position(|candidate| candidate.policy == PhasePolicy::DEFAULT)
         .context("the default policy is not among those compared")?;
+    let odd = |report: &Report| !(report.output_rate > 0.0);
+    if odd(&equal) || reports.iter().any(odd) {
+        bail!("a policy brought no tokens in the measured time");
+    }
     if !limits.hold(&reports[default]) {
         bail!("the default policy does not keep the limits of gaps and first tokens");
     }

@@ -40,13 +40,22 @@ pub(super) struct Times {
     pub(super) p99: f64,
 }
 
+/// A tenth of a run.
+#[derive(Serialize, Deserialize)]
+pub(super) struct Tenth {
+    pub(super) times: Times,
+    /// Memory of the rank's own at the end, in bytes.
+    pub(super) anonymous: u64,
+}
+
 /// What a rank has seen.
 #[derive(Serialize, Deserialize)]
-struct Seen {
+pub(super) struct Seen {
     times: Times,
+    pub(super) tenths: Vec<Tenth>,
     /// Hash of the tokens that came out, in their order, and how many they were.
     tokens: u64,
-    outputs: u64,
+    pub(super) outputs: u64,
 }
 
 /// Steps of a group, timed by its first rank.
@@ -59,7 +68,7 @@ pub(super) struct Steps {
 }
 
 impl Times {
-    pub(super) fn of(mut times: Vec<Duration>) -> Self {
+    pub(super) fn of(times: &mut [Duration]) -> Self {
         times.sort_unstable();
         let us = |time: &Duration| time.as_secs_f64() * 1e6;
         let at = |percent: usize| times.get(times.len() * percent / 100).map_or(0.0, us);
@@ -84,17 +93,10 @@ impl Spec {
     }
 }
 
-/// Runs the group; every rank must have the same tokens.
+/// Runs the group, with the times of its first rank.
 pub(super) fn run(spec: &Spec) -> Result<Steps> {
-    let topology = Topology::new(&spec.counts)?;
-    let arguments = ["steps".to_owned(), serde_json::to_string(spec)?];
-    let texts = Ranks::start(&topology, "bench-rank", &arguments)?.finish(LIMIT)?;
-    let all = texts.iter().map(|text| serde_json::from_str(text));
-    let all: Vec<Seen> = all.collect::<Result<_, _>>()?;
+    let all = run_all(spec, LIMIT)?;
     let first = all.first().context("a group without ranks")?;
-    if first.outputs == 0 || all.iter().any(|seen| seen.tokens != first.tokens) {
-        bail!("ranks with the same requests have other tokens");
-    }
     Ok(Steps {
         mean: first.times.mean,
         median: first.times.median,
@@ -102,6 +104,20 @@ pub(super) fn run(spec: &Spec) -> Result<Steps> {
         tokens: first.tokens,
         outputs: first.outputs,
     })
+}
+
+/// Runs the group; every rank must have the same tokens.
+pub(super) fn run_all(spec: &Spec, limit: Duration) -> Result<Vec<Seen>> {
+    let topology = Topology::new(&spec.counts)?;
+    let arguments = ["steps".to_owned(), serde_json::to_string(spec)?];
+    let texts = Ranks::start(&topology, "bench-rank", &arguments)?.finish(limit)?;
+    let all = texts.iter().map(|text| serde_json::from_str(text));
+    let all: Vec<Seen> = all.collect::<Result<_, _>>()?;
+    let first = all.first().context("a group without ranks")?;
+    if first.outputs == 0 || all.iter().any(|seen| seen.tokens != first.tokens) {
+        bail!("ranks with the same requests have other tokens");
+    }
+    Ok(all)
 }
 
 /// The life of one rank.
@@ -114,6 +130,7 @@ pub(super) fn rank(spec: &Spec) -> Result<()> {
     let (mut hash, mut outputs, mut next) = (Xxh3::new(), 0, 0);
     let warm_up = spec.steps / 10;
     let mut times = Vec::with_capacity(spec.steps as usize);
+    let (mut tenth, mut tenths) = (Vec::with_capacity(times.capacity() / 10 + 1), Vec::new());
     let mut open = 0;
     for step in 0..spec.steps + warm_up {
         while open < spec.sequences {
@@ -124,7 +141,15 @@ pub(super) fn rank(spec: &Spec) -> Result<()> {
         let start = Instant::now();
         let turn = rank.turn(u64::from(step), true, &mut out)?;
         if step >= warm_up {
-            times.push(start.elapsed());
+            let time = start.elapsed();
+            times.push(time);
+            tenth.push(time);
+        }
+        if tenth.len() as u32 >= (spec.steps / 10).max(1) {
+            let times = Times::of(&mut tenth);
+            let anonymous = anonymous()?;
+            tenths.push(Tenth { times, anonymous });
+            tenth.clear();
         }
         if turn.rows == 0 {
             bail!("step {step} had no rows");
@@ -140,12 +165,21 @@ pub(super) fn rank(spec: &Spec) -> Result<()> {
         }
     }
     let seen = Seen {
-        times: Times::of(times),
+        times: Times::of(&mut times),
+        tenths,
         tokens: hash.digest(),
         outputs,
     };
     println!("{}", serde_json::to_string(&seen)?);
     Ok(())
+}
+
+/// Memory of this process's own, in bytes.
+fn anonymous() -> Result<u64> {
+    let text = std::fs::read_to_string("/proc/self/status")?;
+    let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    let kib = line.and_then(|rest| rest.split_whitespace().next()?.parse::<u64>().ok());
+    Ok(kib.context("no RssAnon in the status")? << 10)
 }
 
 fn engine(spec: &Spec, link: Arc<RankLink>) -> Result<RankEngine> {
