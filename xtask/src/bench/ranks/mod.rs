@@ -67,7 +67,7 @@ pub(super) fn measure(plan: &Plan) -> Result<Measured> {
 
 /// One round: floor, one rank, and each group in turn.
 fn timed(plan: &Plan, round: usize, barrier: &Barrier, measured: &mut Measured) -> Result<()> {
-    let steps = if plan.quick { 1000 } else { 40_000 };
+    let steps = if plan.quick { 1000 } else { 10_000 };
     let floor = barrier.measure(4, steps)?;
     let alone = steps::run(&Spec::new(&[1], true, steps))?;
     for (row, counts, share_memory) in [
