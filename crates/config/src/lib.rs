@@ -19,4 +19,4 @@ pub use generate::{GenerateConfig, LineFormat};
 pub use keys::{EnvironmentKeys, KeyVariable};
 pub use model::{ModelConfig, ModelConfigError};
 pub use router::{Policy, RouterConfig, WithoutPrefill};
-pub use serve::{Dtype, KvLoadFailurePolicy, LogFormat, Quantization, ServeConfig};
+pub use serve::{Dtype, KvLoadFailurePolicy, LogFormat, MoeComm, Quantization, ServeConfig};

@@ -32,6 +32,19 @@ pub enum Quantization {
     W8a8,
 }
 
+/// How rows come to the ranks that have their experts. Outputs come back one by one either way.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize, JsonSchema,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum MoeComm {
+    /// Each row goes to the ranks that have one of its experts.
+    #[default]
+    AllToAll,
+    /// All rows go to all ranks.
+    AllGather,
+}
+
 /// What a decode instance does when a handoff fails.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize, JsonSchema,

@@ -1,5 +1,6 @@
 //! The waist between the crate's parts and its callers: what a request is, what a step computes, what comes out.
 
+use crate::phase::Phase;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -318,6 +319,11 @@ pub trait Executor: Send {
     /// Takes part in a step of the other ranks without rows of its own: all their collectives, those of the
     /// draft layer included. A model on one rank has none.
     fn dummy(&mut self) -> Result<(), ExecError> {
+        Ok(())
+    }
+    /// Called on all ranks after a step of this phase, before the next: experts may change their places. No answer
+    /// depends on it.
+    fn rearrange(&mut self, _phase: Phase) -> Result<(), ExecError> {
         Ok(())
     }
     /// A number that changes with every layer that was computed, readable while [`Self::execute`]

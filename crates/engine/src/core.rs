@@ -5,6 +5,7 @@ mod step;
 
 use crate::blocks::BlockPool;
 use crate::output::{OutputState, piece_bytes};
+use crate::phase::Phase;
 use crate::prefix::BlockChain;
 use crate::sampler::{Sampler, SamplingLimits, check_allowed, check_length, check_prompt};
 use crate::scheduler::{FetchEnd, Hint, NewSeq, Permit, Plan, Scheduler, StepLimits};
@@ -367,6 +368,13 @@ impl Engine {
         let result = self.executor.dummy();
         self.steps += 1;
         self.failed = result.is_err();
+        result
+    }
+
+    /// Lets experts change their places after a step of this phase, as all ranks do.
+    pub(crate) fn rearrange(&mut self, phase: Phase) -> Result<(), ExecError> {
+        let result = self.executor.rearrange(phase);
+        self.failed |= result.is_err();
         result
     }
 

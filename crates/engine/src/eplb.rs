@@ -13,8 +13,8 @@ mod schedule;
 mod stats;
 
 pub use balance::{EplbShape, balance, rebalance, worst_load};
-pub use moves::{Move, MoveCost, cost, moves};
-pub use schedule::{EplbAction, Rebalancing};
+pub use moves::{Move, MoveCost, Round, cost, moves, rounds};
+pub use schedule::{EplbAction, EplbOptions, Rebalancing};
 pub use stats::LoadStats;
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use crate::ExecError;
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Where a call stands. All ranks make the same calls at the same places, in the same order.
@@ -57,9 +57,20 @@ pub trait Exchange: Send {
         limit: usize,
     ) -> Result<(), ExchangeError>;
 
-    /// What `rank` sent in the last [`Self::all_to_all`], at an address that is a multiple of 8; empty for a rank that
-    /// does not exist.
+    /// Sends `mine`, at most `limit` bytes, to all ranks, and takes from each, itself included, at most as much.
+    ///
+    /// # Errors
+    /// As [`Self::all_to_all`].
+    fn all_gather(&mut self, place: Place, mine: &[u8], limit: usize) -> Result<(), ExchangeError>;
+
+    /// What `rank` sent in the last [`Self::all_to_all`] or [`Self::all_gather`], at an address that is a multiple of 8;
+    /// empty for a rank that does not exist.
     fn received(&self, rank: u32) -> &[u8];
+
+    /// Nodes that the ranks are on, as many on each, in the order of ranks; 1 if that is not so or not known.
+    fn nodes(&self) -> u32 {
+        1
+    }
 }
 
 /// The ranks cannot go on together.
@@ -74,8 +85,31 @@ pub struct ExchangeError {
 pub struct RankLink {
     rank: u32,
     ranks: u32,
+    nodes: u32,
     exchange: Mutex<Box<dyn Exchange>>,
     turn: AtomicU64,
+    /// Rows that every rank's part of a gather has room for; 0: as many as it has.
+    padded_rows: AtomicUsize,
+    sent: [AtomicU64; 3],
+}
+
+/// Bytes that a rank has sent to others, each counted once per rank that it was sent to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SentBytes {
+    /// Rows for experts, with what is wanted of them.
+    pub rows: u64,
+    /// Outputs of experts.
+    pub outputs: u64,
+    /// Weights of experts that changed their seat.
+    pub weights: u64,
+}
+
+/// What is counted in [`SentBytes`].
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Sent {
+    Rows,
+    Outputs,
+    Weights,
 }
 
 impl RankLink {
@@ -84,8 +118,11 @@ impl RankLink {
         Self {
             rank: exchange.rank(),
             ranks: exchange.ranks().max(1),
+            nodes: exchange.nodes().max(1),
             exchange: Mutex::new(exchange),
             turn: AtomicU64::new(0),
+            padded_rows: AtomicUsize::new(0),
+            sent: Default::default(),
         }
     }
 
@@ -97,6 +134,42 @@ impl RankLink {
     /// Number of ranks, at least 1.
     pub fn ranks(&self) -> u32 {
         self.ranks
+    }
+
+    /// Nodes that the ranks are on.
+    pub(crate) fn nodes(&self) -> u32 {
+        self.nodes
+    }
+
+    /// What this rank has sent since it was made.
+    pub fn sent(&self) -> SentBytes {
+        let [rows, outputs, weights] = [Sent::Rows, Sent::Outputs, Sent::Weights]
+            .map(|what| self.sent[what as usize].load(Ordering::Relaxed));
+        SentBytes {
+            rows,
+            outputs,
+            weights,
+        }
+    }
+
+    /// Counts parts of an exchange, in the order of ranks, but what a rank sends itself.
+    pub(crate) fn count(&self, what: Sent, parts: impl Iterator<Item = usize>) {
+        let others = parts
+            .enumerate()
+            .filter(|(to, _)| *to != self.rank as usize);
+        let bytes: usize = others.map(|(_, bytes)| bytes).sum();
+        self.sent[what as usize].fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Sets how many rows the parts of gathers have room for from now on, the same on all ranks; none: each rank sends
+    /// what it has.
+    pub(crate) fn pad_rows(&self, rows: Option<usize>) {
+        self.padded_rows.store(rows.unwrap_or(0), Ordering::Relaxed);
+    }
+
+    /// See [`Self::pad_rows`]; 0: none.
+    pub(crate) fn padded_rows(&self) -> usize {
+        self.padded_rows.load(Ordering::Relaxed)
     }
 
     /// Begins the next turn: places are counted from here.

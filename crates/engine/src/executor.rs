@@ -1,6 +1,9 @@
+use crate::eplb::LoadStats;
 use crate::model::{
-    Decoder, DraftScratch, KvBuffers, KvLayout, KvStep, Probe, Scratch, Span, Step, Taps, sized,
+    Decoder, DraftScratch, KvBuffers, KvLayout, KvStep, Probe, Scratch, Seating, Span, Step, Taps,
+    sized,
 };
+use crate::phase::Phase;
 use crate::{DraftWork, ExecError, Executor, KvGeometry, SeqWork, Tap};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -27,6 +30,8 @@ pub struct CpuExecutor {
     probe: Option<Box<dyn Probe>>,
     /// Passes of the draft layer behind every step of all ranks; none for a rank alone.
     draft_rounds: Option<usize>,
+    /// If experts move between ranks.
+    seating: Option<Seating>,
 }
 
 impl CpuExecutor {
@@ -58,7 +63,14 @@ impl CpuExecutor {
             progress: Arc::default(),
             probe: None,
             draft_rounds: None,
+            seating: None,
         }
+    }
+
+    /// Moves experts between steps; there are `experts` in a layer.
+    pub(crate) fn set_seating(&mut self, seating: Seating, experts: usize) {
+        self.scratch.moe.loads = Some(LoadStats::new(self.model.layers(), experts));
+        self.seating = Some(seating);
     }
 
     /// Runs `rounds` passes of the draft layer behind every step, as all ranks do, with or without rows.
@@ -365,6 +377,15 @@ impl Executor for CpuExecutor {
         let scratch = &mut self.scratch;
         self.model.serve(&self.team, &self.progress, scratch)?;
         self.serve_drafts(0)
+    }
+
+    fn rearrange(&mut self, phase: Phase) -> Result<(), ExecError> {
+        match (&mut self.seating, &mut self.scratch.moe.loads) {
+            (Some(seating), Some(loads)) => {
+                seating.after_step(phase, &mut self.model, loads, &self.progress)
+            }
+            _ => Ok(()),
+        }
     }
 
     fn progress(&self) -> Option<Arc<AtomicU64>> {

@@ -1,12 +1,13 @@
 //! From a model directory to an executor: check everything, then read the weights.
 
 mod files;
+mod seats;
 
 use crate::core::{max_logits_rows, most_score_bytes};
+use crate::eplb::EplbOptions;
 use crate::exchange::RankLink;
 use crate::executor::CpuExecutor;
-use crate::model::{Builder, Decoder, MODEL_REVISION, Packing, Spread};
-use crate::placement::ExpertPlacement;
+use crate::model::{Builder, Decoder, MODEL_REVISION, Packing, Seating, Spread};
 use crate::sharing::{self, Claim, PackLock, Patience, SHARED_NAME, Segment, Sharing, shared_room};
 use crate::weights::{Checkpoint, WeightsError};
 use crate::{KvGeometry, MAX_DRAFTS};
@@ -17,7 +18,7 @@ use std::time::Duration;
 use twinfer_config::model::{
     KvBudget, KvShape, MemoryError, ModelBytes, ModelConfigError, StepSize, TensorSpecs,
 };
-use twinfer_config::{Dtype, MOST_THREADS, ModelConfig};
+use twinfer_config::{Dtype, MOST_THREADS, ModelConfig, MoeComm};
 use twinfer_kernels::{Compute, Isa, KernelError, ThreadTeam, numerics_class};
 use twinfer_protocol::Fingerprint;
 use twinfer_sys::{BlockArena, Pieces};
@@ -25,6 +26,7 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
 use files::ModelFiles;
 pub use files::model_texts;
+use seats::{SeatBytes, seating, spread};
 
 /// Version of what a KV unit holds: `block_size` rows, token-major. With latent attention a row is
 /// `[latent | key]`, the key rotated in interleaved pairs; with grouped queries it is `[keys of all heads |
@@ -76,6 +78,10 @@ pub struct LoadOptions<'a> {
     /// The other ranks of the instance: the experts are spread over all, and this one reads only its own. Every rank
     /// loads with equal options; each step of the executor is then one of all ranks. Packed weights are not shared.
     pub ranks: Option<Arc<RankLink>>,
+    /// How rows come to the experts of other ranks; only counted with `ranks`.
+    pub moe_comm: MoeComm,
+    /// How experts move between ranks; only counted with `ranks`.
+    pub eplb: EplbOptions,
     /// Progress of reading, or of the instance that packs what this one will share.
     pub progress: Option<Progress<'a>>,
 }
@@ -118,7 +124,7 @@ pub struct CheckedModel {
     pub shared_bytes: u64,
     /// Bytes of weights to be read from files.
     pub file_bytes: u64,
-    /// Bytes of the largest step's buffers, and of log-probabilities of prompts.
+    /// Bytes of the largest step's buffers, of log-probabilities of prompts, and of experts on their way.
     pub workspace_bytes: u64,
     /// Bytes that packing the weights takes for a while, before there are workspace and KV.
     pub loading_bytes: u64,
@@ -134,6 +140,7 @@ pub struct CheckedModel {
     pub isa: Isa,
     checkpoint: Checkpoint,
     spread: Option<Spread>,
+    seating: Option<Seating>,
     key: String,
     claim: Option<Claim>,
 }
@@ -228,6 +235,8 @@ impl Default for LoadOptions<'_> {
             tokenizer_hash: String::new(),
             share: None,
             ranks: None,
+            moe_comm: MoeComm::AllToAll,
+            eplb: EplbOptions::default(),
             progress: None,
         }
     }
@@ -256,19 +265,27 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
     let packing = packing(options, &checkpoint);
     packing.check(&specs)?;
     let spread = spread(&config, options)?;
+    let seating = match &spread {
+        Some(spread) => seating(&config, spread, options)?,
+        None => None,
+    };
+    let seats = match &spread {
+        Some(spread) => SeatBytes::of(packing, &config, &specs, &checkpoint, spread, options)?,
+        None => SeatBytes::default(),
+    };
     let file_bytes = checkpoint.bytes();
     let (specs, file_bytes) = match &spread {
         None => (specs, file_bytes),
         Some(spread) => own_share(specs, &checkpoint, spread),
     };
-    let weight_bytes =
-        packing
-            .bytes(&config, &specs, &checkpoint)
-            .ok_or_else(|| ModelError::Option {
-                field: "the model",
-                value: "larger than memory can be".to_owned(),
-                allowed: "less than 2^63 bytes".to_owned(),
-            })?;
+    let weight_bytes = packing
+        .bytes(&config, &specs, &checkpoint)
+        .and_then(|bytes| bytes.checked_add(seats.redundant))
+        .ok_or_else(|| ModelError::Option {
+            field: "the model",
+            value: "larger than memory can be".to_owned(),
+            allowed: "less than 2^63 bytes".to_owned(),
+        })?;
     let (key, claim) = match &options.share {
         Some(_) if options.ranks.is_some() => {
             let reason = "packed weights of a rank among others are its own".to_owned();
@@ -283,7 +300,8 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
     };
     let workspace_bytes = config
         .workspace_bytes(&step_size(&config, options))
-        .saturating_add(most_score_bytes(max_model_len, options.max_num_seqs));
+        .saturating_add(most_score_bytes(max_model_len, options.max_num_seqs))
+        .saturating_add(seats.moving);
     let loading_bytes = match shared_bytes {
         0 => packing.loading_bytes(&specs, &checkpoint, options.threads),
         _ => 0,
@@ -333,6 +351,7 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
         warnings,
         checkpoint,
         spread,
+        seating,
         key,
         claim,
         isa,
@@ -425,6 +444,9 @@ impl CheckedModel {
             } else {
                 0
             });
+        }
+        if let (Some(seating), Some(moe)) = (self.seating, &self.config.moe) {
+            executor.set_seating(seating, moe.experts);
         }
         Ok(LoadedModel {
             executor,
@@ -544,21 +566,6 @@ impl CheckedModel {
     fn room(&self) -> usize {
         (self.weight_bytes as usize).saturating_add(64 * self.checkpoint.tensors())
     }
-}
-
-/// Where experts are when there are other ranks; a model without experts has none to spread.
-fn spread(config: &ModelConfig, options: &LoadOptions<'_>) -> Result<Option<Spread>, ModelError> {
-    let (Some(link), Some(moe)) = (&options.ranks, &config.moe) else {
-        return Ok(None);
-    };
-    let experts = u32::try_from(moe.experts).unwrap_or(u32::MAX);
-    let placement = ExpertPlacement::in_order(experts, 0, link.ranks())
-        .map_err(|error| ModelError::Ranks(error.message))?;
-    Ok(Some(Spread {
-        link: Arc::clone(link),
-        placement: Arc::new(placement),
-        max_rows: options.max_num_batched_tokens,
-    }))
 }
 
 /// What a rank reads of a model's tensors: all but the experts of others; and the bytes of them.

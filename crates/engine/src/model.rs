@@ -24,6 +24,7 @@ mod rope;
 mod routing;
 mod rows;
 mod scratch;
+mod seating;
 mod spread;
 mod step;
 mod stored;
@@ -36,6 +37,7 @@ pub(crate) use packing::Packing;
 pub(crate) use probe::Taps;
 pub use probe::{Probe, ProbeRows, Tap};
 pub(crate) use scratch::{Scratch, sized};
+pub(crate) use seating::Seating;
 pub(crate) use spread::Spread;
 pub(crate) use step::{Span, Step};
 

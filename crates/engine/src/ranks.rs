@@ -100,11 +100,13 @@ impl RankEngine {
         let [reduced @ .., busy] = numbers;
         let reduced: Wire = reduced;
         let decision = self.phases.decide(&reduced)?;
+        self.link.pad_rows(decision.padded_rows);
         let rows = self.engine.step_within(decision.permit, out)?;
-        if decision.phase.is_some() {
+        if let Some(phase) = decision.phase {
             if rows == 0 {
                 self.engine.dummy_step()?;
             }
+            self.engine.rearrange(phase)?;
             self.waiting.stepped(&decision);
         }
         Ok(Turn {

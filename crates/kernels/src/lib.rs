@@ -54,7 +54,7 @@ pub use rows::{
     sigmoid_in_place, silu_mul_halves, softmax_in_place,
 };
 pub use team::ThreadTeam;
-pub use weight::{Activation, Compute, Format, Int8Rows, RowScales, Weight};
+pub use weight::{Activation, Compute, Format, Int8Rows, RowScales, Weight, WeightContent};
 
 #[cfg(target_endian = "big")]
 compile_error!(

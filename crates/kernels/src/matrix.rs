@@ -20,6 +20,11 @@ pub enum DType {
 pub trait WeightBytes: Send + Sync + 'static {
     /// All bytes. Must be the same memory at every call.
     fn bytes(&self) -> &[u8];
+
+    /// All bytes, to be written, if that can be.
+    fn bytes_mut(&mut self) -> Option<&mut [u8]> {
+        None
+    }
 }
 
 /// Row-major weights `[rows, cols]` = `[n, k]` of y = x · wᵀ; cheap to clone.
@@ -55,11 +60,19 @@ impl WeightBytes for twinfer_sys::Piece {
     fn bytes(&self) -> &[u8] {
         self.as_slice()
     }
+
+    fn bytes_mut(&mut self) -> Option<&mut [u8]> {
+        Some(self.as_mut_slice())
+    }
 }
 
 impl WeightBytes for Vec<u8> {
     fn bytes(&self) -> &[u8] {
         self
+    }
+
+    fn bytes_mut(&mut self) -> Option<&mut [u8]> {
+        Some(self)
     }
 }
 
@@ -67,11 +80,19 @@ impl WeightBytes for Vec<f32> {
     fn bytes(&self) -> &[u8] {
         bytemuck::cast_slice(self)
     }
+
+    fn bytes_mut(&mut self) -> Option<&mut [u8]> {
+        Some(bytemuck::cast_slice_mut(self))
+    }
 }
 
 impl WeightBytes for Vec<bf16> {
     fn bytes(&self) -> &[u8] {
         bytemuck::cast_slice(self)
+    }
+
+    fn bytes_mut(&mut self) -> Option<&mut [u8]> {
+        Some(bytemuck::cast_slice_mut(self))
     }
 }
 
@@ -211,6 +232,12 @@ impl Matrix {
     /// The matrix's bytes, rows · row_bytes.
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.owner.bytes()[self.offset..self.offset + self.size_bytes()]
+    }
+
+    /// The same, to be written; none when somebody else has the memory too, or it cannot be written.
+    pub(crate) fn bytes_mut(&mut self) -> Option<&mut [u8]> {
+        let range = self.offset..self.offset + self.size_bytes();
+        Arc::get_mut(&mut self.owner)?.bytes_mut()?.get_mut(range)
     }
 }
 

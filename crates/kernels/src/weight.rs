@@ -8,7 +8,10 @@
 //! with 128 added, as the unsigned operand of dot-product instructions; behind all panels lie one f32 scale and one
 //! i32 addend per column.
 
+mod content;
 mod packing;
+
+pub use content::WeightContent;
 
 use std::sync::Arc;
 
@@ -121,6 +124,10 @@ impl WeightBytes for Lines {
     fn bytes(&self) -> &[u8] {
         &bytemuck::cast_slice(&self.lines)[..self.length]
     }
+
+    fn bytes_mut(&mut self) -> Option<&mut [u8]> {
+        Some(self.as_mut_slice())
+    }
 }
 
 impl Lines {
@@ -129,7 +136,7 @@ impl Lines {
         Self { lines, length }
     }
 
-    fn bytes_mut(&mut self) -> &mut [u8] {
+    fn as_mut_slice(&mut self) -> &mut [u8] {
         &mut bytemuck::cast_slice_mut(&mut self.lines)[..self.length]
     }
 }
@@ -208,7 +215,7 @@ impl Weight {
         }
         let format = Format::of(compute, stored);
         let mut lines = Lines::new(checked_bytes(format, n, k)?);
-        Self::pack_into(compute, parts, lines.bytes_mut())?;
+        Self::pack_into(compute, parts, lines.as_mut_slice())?;
         Self::from_packed(format, n, k, Arc::new(lines), 0)
     }
 
@@ -245,7 +252,7 @@ impl Weight {
         let n = packing::int8_rows(k, parts, activation)?;
         let format = Format::Int8(activation);
         let mut lines = Lines::new(checked_bytes(format, n, k)?);
-        packing::int8(n, k, parts, activation, lines.bytes_mut());
+        packing::int8(n, k, parts, activation, lines.as_mut_slice());
         Self::from_packed(format, n, k, Arc::new(lines), 0)
     }
 
@@ -400,6 +407,12 @@ impl Weight {
 impl Panels {
     pub(crate) fn bytes(&self) -> &[u8] {
         &self.owner.bytes()[self.offset..self.offset + self.length]
+    }
+
+    /// None when somebody else has the memory too.
+    fn bytes_mut(&mut self) -> Option<&mut [u8]> {
+        let bytes = Arc::get_mut(&mut self.owner)?.bytes_mut()?;
+        bytes.get_mut(self.offset..self.offset + self.length)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::EplbShape;
 use crate::placement::ExpertPlacement;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use twinfer_protocol::ApiError;
 
 /// A seat that gets other weights.
@@ -88,6 +88,35 @@ pub fn moves(
     Ok(all)
 }
 
+/// Moves between ranks at the same time: each rank sends one expert at most, and gets one at most.
+pub type Round = Vec<Move>;
+
+/// The moves between ranks in as few rounds as the first fit gives, so that a rank needs room for one expert on its way
+/// in each direction. Moves inside a rank are in no round.
+pub fn rounds(placement: &ExpertPlacement, moves: &[Move]) -> Vec<Round> {
+    let mut rounds: Vec<Round> = Vec::new();
+    // Ranks that send and get in each round.
+    let mut busy: Vec<(BTreeSet<u32>, BTreeSet<u32>)> = Vec::new();
+    for step in moves {
+        let (from, to) = (placement.rank_of(step.from), placement.rank_of(step.seat));
+        if from == to {
+            continue;
+        }
+        let free = busy
+            .iter()
+            .position(|(send, get)| !send.contains(&from) && !get.contains(&to));
+        let at = free.unwrap_or(rounds.len());
+        if free.is_none() {
+            rounds.push(Round::new());
+            busy.push(Default::default());
+        }
+        rounds[at].push(*step);
+        busy[at].0.insert(from);
+        busy[at].1.insert(to);
+    }
+    rounds
+}
+
 /// What `moves` send, with experts of `expert_bytes`.
 pub fn cost(
     placement: &ExpertPlacement,
@@ -159,7 +188,7 @@ fn pair(left: &[usize], right: &[usize], common: impl Fn(usize, usize) -> usize)
     }
     pairs.sort_by(|a, b| b.0.cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2))));
     let mut of = vec![None; left.len()];
-    let mut taken = std::collections::BTreeSet::new();
+    let mut taken = BTreeSet::new();
     for (_, at, b) in pairs {
         if of[at].is_none() && taken.insert(b) {
             of[at] = Some(b);

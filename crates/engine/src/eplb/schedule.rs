@@ -2,6 +2,26 @@
 
 use crate::phase::Phase;
 
+/// How experts are balanced. Equal on all ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EplbOptions {
+    /// Steps between two plans; 0: no plans by their number.
+    pub interval: u64,
+    /// Plan also after each step that computed prompts only.
+    pub after_prefill: bool,
+    /// Seats beside one for each expert, over all ranks.
+    pub redundant: u32,
+    /// For tests: every plan changes every seat whose neighbour has another expert, whatever the loads are.
+    pub forced: bool,
+}
+
+impl EplbOptions {
+    /// Will experts ever move?
+    pub fn moves(&self) -> bool {
+        self.interval > 0 || self.after_prefill
+    }
+}
+
 /// What the ranks do between two steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EplbAction {

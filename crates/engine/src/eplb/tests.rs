@@ -61,6 +61,35 @@ proptest! {
     }
 
     #[test]
+    fn rounds_have_each_move_once_and_no_rank_twice((shape, loads) in cases(), turn in 0usize..9) {
+        let old = in_order(&shape);
+        let mut seats = balance(&loads, &shape).unwrap().seats().to_vec();
+        let count = seats.len();
+        seats.rotate_left(turn % count);
+        let new = ExpertPlacement::new(shape.experts, shape.ranks, seats).unwrap();
+        let all = moves(&old, &new, &shape).unwrap();
+        let rounds = rounds(&old, &all);
+        let mut seen = Vec::new();
+        let (mut sent, mut got) = (BTreeMap::<u32, usize>::new(), BTreeMap::<u32, usize>::new());
+        for round in &rounds {
+            let (mut send, mut get) = (BTreeSet::new(), BTreeSet::new());
+            for step in round {
+                let (from, to) = (old.rank_of(step.from), old.rank_of(step.seat));
+                prop_assert!(from != to && send.insert(from) && get.insert(to));
+                *sent.entry(from).or_default() += 1;
+                *got.entry(to).or_default() += 1;
+                seen.push(step.seat);
+            }
+        }
+        seen.sort_unstable();
+        let far = all.iter().filter(|step| old.rank_of(step.from) != old.rank_of(step.seat));
+        prop_assert_eq!(seen, far.map(|step| step.seat).collect::<Vec<_>>());
+        // The first round that is free comes before the busiest sender's and receiver's moves are through.
+        let most = |counts: &BTreeMap<u32, usize>| counts.values().copied().max().unwrap_or(0);
+        prop_assert!(rounds.len() <= most(&sent) + most(&got));
+    }
+
+    #[test]
     fn a_group_stays_on_one_node((shape, loads) in grouped_cases()) {
         prop_assert!(shape.is_hierarchical());
         let placement = balance(&loads, &shape).unwrap();

@@ -4,7 +4,7 @@ mod int8;
 use super::mla::PerHead;
 use super::norm::Norm;
 use super::packing::Packing;
-use super::spread::Spread;
+use super::spread::{RowForm, Spread};
 use super::stored::{Stored, e4m3_table};
 use crate::sharing::{Entry, Recorder, Segment};
 use crate::weights::{Checkpoint, Scheme, WeightDtype, WeightsError};
@@ -107,6 +107,26 @@ impl<'a> Builder<'a> {
     /// Where experts are, if not all here.
     pub(super) fn spread(&self) -> Option<&Spread> {
         self.spread.as_ref()
+    }
+
+    /// What rows may travel as to the layers that have these weights: that of which all make the same as of the rows
+    /// themselves.
+    pub(super) fn row_form(&self, mut weights: impl Iterator<Item = String>) -> RowForm {
+        let form = |name: String| match self.checkpoint.scheme(&name) {
+            Scheme::Plain | Scheme::BlockFp8 { .. } => match self.packing.linear() {
+                Compute::F32 => RowForm::F32,
+                Compute::Bf16 => RowForm::Bf16,
+                Compute::W8A8 => RowForm::Int8,
+            },
+            Scheme::Dynamic(_) | Scheme::SlimMix => RowForm::Int8,
+            // Every expert has a scale of its own for them.
+            Scheme::Static { .. } | Scheme::SlimStatic => RowForm::F32,
+        };
+        let first = weights.next().map_or(RowForm::F32, form);
+        match weights.all(|name| form(name) == first) {
+            true => first,
+            false => RowForm::F32,
+        }
     }
 
     /// Completes recorded memory; false when something lies elsewhere.
@@ -630,7 +650,8 @@ impl<'a> Builder<'a> {
             .insert(name.to_owned(), hash);
         let done = self.done.fetch_add(length, Ordering::Relaxed) + length;
         if let Some(progress) = self.progress {
-            progress(done, self.total);
+            // A rank may have an expert twice.
+            progress(done.min(self.total), self.total);
         }
         Ok(())
     }

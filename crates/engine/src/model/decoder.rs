@@ -230,6 +230,21 @@ impl Decoder {
         self.mtp.is_some()
     }
 
+    /// The layers with experts, by their numbers; that of the draft layer is the number of others.
+    pub(super) fn expert_layers(&mut self) -> impl Iterator<Item = (usize, &mut Moe)> {
+        let draft = self.mtp.iter_mut().map(|mtp| &mut mtp.layer);
+        let all = self.layers.iter_mut().chain(draft).enumerate();
+        all.filter_map(|(index, layer)| match &mut layer.mlp {
+            Mlp::Moe(moe) => Some((index, &mut **moe)),
+            Mlp::Dense(_) => None,
+        })
+    }
+
+    /// Layers, that to draft with among them.
+    pub(crate) fn layers(&self) -> usize {
+        self.layers.len() + usize::from(self.mtp.is_some())
+    }
+
     /// Width of the residual stream.
     pub(crate) fn hidden(&self) -> usize {
         self.hidden

@@ -5,11 +5,14 @@ use super::ffn::{Ffn, FfnNames};
 use super::routing::{Slot, choose};
 use super::rows::{for_row_pairs, for_rows};
 use super::scratch::{recycled, sized};
-use super::spread::{ExpertLayer, Spread, SpreadScratch};
+use super::spread::{ExpertLayer, RowForm, Spread, SpreadScratch};
 use super::step::Step;
 use super::{Builder, Scratch, Tap, Taps};
+use crate::eplb::LoadStats;
+use crate::placement::ExpertPlacement;
 use crate::{ExecError, ModelError};
 use std::ops::Range;
+use std::sync::Arc;
 use twinfer_config::model::{MoeConfig, Routing};
 use twinfer_kernels::{
     KernelError, ThreadTeam, Weight, add_scaled, grouped_product_gated, grouped_product_gathered,
@@ -34,6 +37,8 @@ pub(crate) struct Moe {
     experts: Vec<Ffn>,
     shared: Option<Ffn>,
     spread: Option<Spread>,
+    /// What rows travel as.
+    form: RowForm,
 }
 
 #[derive(Debug, Default)]
@@ -51,6 +56,8 @@ pub(crate) struct MoeScratch {
     /// Groups for the kernels; empty between uses.
     pub(super) groups: Vec<(&'static Weight, Range<usize>)>,
     pub(super) spread: SpreadScratch,
+    /// How often experts were chosen, if that is asked.
+    pub(crate) loads: Option<LoadStats>,
 }
 
 impl Moe {
@@ -87,6 +94,10 @@ impl Moe {
                 None
             },
             spread: builder.spread().cloned(),
+            form: builder.row_form((0..config.experts).map(|expert| {
+                let gate = names.gate;
+                format!("{path}.experts.{expert}.{gate}.weight")
+            })),
         })
     }
 
@@ -100,8 +111,11 @@ impl Moe {
     ) -> Result<(), ExecError> {
         let count = step.rows * self.router.cols();
         self.route(step.team, &scratch.normed[..count], &mut scratch.moe)?;
+        let slots = &scratch.moe.slots[..step.rows * self.config.top_k];
+        if let Some(loads) = &mut scratch.moe.loads {
+            loads.count(layer, slots.iter().map(|slot| slot.expert));
+        }
         if taps.on() {
-            let slots = &scratch.moe.slots[..step.rows * self.config.top_k];
             let experts: Vec<f32> = slots.iter().map(|slot| slot.expert as f32).collect();
             let weights: Vec<f32> = slots.iter().map(|slot| slot.weight).collect();
             taps.see(Tap::RouterExperts, layer, &experts);
@@ -127,6 +141,28 @@ impl Moe {
         Ok(())
     }
 
+    /// Where the layer's experts are, if they are spread over ranks.
+    pub(super) fn placement(&self) -> Option<&ExpertPlacement> {
+        self.spread.as_ref().map(|spread| &*spread.placement)
+    }
+
+    /// Says where they are from now on.
+    pub(super) fn set_placement(&mut self, placement: ExpertPlacement) {
+        if let Some(spread) = &mut self.spread {
+            spread.placement = Arc::new(placement);
+        }
+    }
+
+    /// Experts in order of this rank's seats; all without other ranks.
+    pub(super) fn experts(&self) -> &[Ffn] {
+        &self.experts
+    }
+
+    /// The same, to change their weights.
+    pub(super) fn experts_mut(&mut self) -> &mut [Ffn] {
+        &mut self.experts
+    }
+
     /// The part of a rank without rows in the others' step: its experts compute for them.
     pub(crate) fn serve(
         &self,
@@ -148,6 +184,7 @@ impl Moe {
             hidden: self.router.cols(),
             intermediate: self.config.intermediate,
             top_k: self.config.top_k,
+            form: self.form,
         }
     }
 

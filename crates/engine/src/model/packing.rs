@@ -3,7 +3,9 @@
 use crate::weights::{Checkpoint, Scheme, WeightDtype, WeightsError, fused, too_long_for};
 use std::collections::{BTreeMap, HashMap};
 use twinfer_config::ModelConfig;
-use twinfer_config::model::{AttentionConfig, MlaConfig, TensorKind, TensorSpec, TensorSpecs};
+use twinfer_config::model::{
+    AttentionConfig, MlaConfig, TensorKind, TensorSpec, TensorSpecs, expert_of,
+};
 use twinfer_kernels::{Activation, Compute, DType, Format, Weight};
 
 /// What becomes of weights that are stored as plain numbers.
@@ -81,6 +83,27 @@ impl Packing {
             }
         }
         Some(total)
+    }
+
+    /// Bytes of each expert of a model, over all its layers, by number; `None` on overflow.
+    pub(crate) fn expert_bytes(
+        self,
+        config: &ModelConfig,
+        specs: &TensorSpecs,
+        checkpoint: &Checkpoint,
+    ) -> Option<BTreeMap<u32, u64>> {
+        let mut none = specs.clone();
+        none.tensors.clear();
+        let mut of_experts: BTreeMap<u32, TensorSpecs> = BTreeMap::new();
+        for spec in &specs.tensors {
+            if let Some(expert) = expert_of(&spec.name) {
+                let own = of_experts.entry(expert).or_insert_with(|| none.clone());
+                own.tensors.push(spec.clone());
+            }
+        }
+        let all = of_experts.into_iter();
+        all.map(|(expert, specs)| Some((expert, self.bytes(config, &specs, checkpoint)?)))
+            .collect()
     }
 
     /// Bytes of what `threads` threads hold at most besides packed weights while they read and convert, one

@@ -2,25 +2,34 @@
 //! comes back on its own, and the home rank sums them in slot order, as a rank alone does. Every element is the result of
 //! the same operations in the same order, so answers are those of one rank bit for bit.
 //!
-//! A part of the first exchange is `rows, items: u32`, then `items` times `row, seat: u32`, then `rows` rows of f32; one of
-//! the second is the items' outputs in the order in which they were sent. Numbers are in the machine's order of bytes:
-//! ranks are of one numerics class.
+//! A part of the first exchange is `rows, items: u32`, then `items` times `row, seat: u32`, then `rows` rows
+//! ([`RowForm`]). If all rows go to all ranks ([`MoeComm::AllGather`]) it is `rows, 0: u32`, then the chosen experts
+//! `[rows, top_k]: u32`, then the rows, and zeros up to the length of the fullest rank's if parts are padded. A part of
+//! the second is the items' outputs in order. Numbers are in the machine's order of bytes: ranks are of one numerics class.
+
+mod travel;
 
 use super::ffn::Ffn;
 use super::moe::MoeScratch;
 use super::rows::for_rows;
 use super::scratch::{recycled, sized};
 use crate::ExecError;
-use crate::exchange::RankLink;
+use crate::exchange::{RankLink, Sent};
 use crate::placement::{Arrivals, Dispatch, DispatchError, ExpertPlacement, Item};
 use std::ops::Range;
 use std::sync::Arc;
+use twinfer_config::MoeComm;
 use twinfer_config::model::expert_of;
 use twinfer_kernels::{ThreadTeam, Weight, grouped_product_gated, grouped_product_gathered};
+
+use travel::PackedRows;
+pub(crate) use travel::RowForm;
 
 /// Bytes before the items.
 const HEAD: usize = 8;
 const ITEM: usize = 8;
+/// A row's expert in one slot.
+const CHOICE: usize = 4;
 const VALUE: usize = 4;
 
 /// Which experts are where, and the way there.
@@ -28,6 +37,7 @@ const VALUE: usize = 4;
 pub(crate) struct Spread {
     pub(crate) link: Arc<RankLink>,
     pub(crate) placement: Arc<ExpertPlacement>,
+    pub(crate) comm: MoeComm,
     /// Rows of a rank's step at most.
     pub(crate) max_rows: usize,
 }
@@ -39,8 +49,11 @@ pub(crate) struct SpreadScratch {
     weights: Vec<f32>,
     dispatch: Dispatch,
     arrivals: Arrivals,
+    packed: PackedRows,
     send: Vec<u8>,
     counts: Vec<usize>,
+    /// Those of one sender.
+    gathered: Vec<Item>,
     /// What came: items and rows of all senders, and how many of each.
     items: Vec<Item>,
     rows: Vec<f32>,
@@ -58,6 +71,7 @@ pub(super) struct ExpertLayer<'a> {
     pub(super) hidden: usize,
     pub(super) intermediate: usize,
     pub(super) top_k: usize,
+    pub(super) form: RowForm,
 }
 
 impl Spread {
@@ -103,7 +117,14 @@ impl Spread {
         spread
             .dispatch
             .plan(&self.placement, home, &spread.chosen, top_k)?;
-        self.send_rows(layer, x, spread)?;
+        spread.packed.pack(layer.form, team.isa(), x, hidden)?;
+        spread.items.clear();
+        spread.rows.clear();
+        spread.parts.clear();
+        match self.comm {
+            MoeComm::AllToAll => self.send_rows(layer, spread)?,
+            MoeComm::AllGather => self.gather_rows(layer, spread)?,
+        }
         self.compute(team, layer, scratch)?;
         self.return_outputs(layer, scratch)?;
 
@@ -122,14 +143,18 @@ impl Spread {
         })?)
     }
 
-    /// The first exchange, into `items`, `rows` and `parts`.
+    /// The first exchange, into `items`, `rows` and `parts`: rows go where their experts are.
     fn send_rows(
         &self,
         layer: ExpertLayer<'_>,
-        x: &[f32],
         spread: &mut SpreadScratch,
     ) -> Result<(), ExecError> {
-        let ExpertLayer { hidden, top_k, .. } = layer;
+        let ExpertLayer {
+            hidden,
+            top_k,
+            form,
+            ..
+        } = layer;
         spread.send.clear();
         spread.counts.clear();
         for to in 0..self.link.ranks() as usize {
@@ -141,56 +166,103 @@ impl Spread {
                 let item = [item.row, item.seat];
                 spread.send.extend_from_slice(bytemuck::bytes_of(&item));
             }
-            for &row in rows {
-                let row = &x[row as usize * hidden..][..hidden];
-                spread.send.extend_from_slice(bytemuck::cast_slice(row));
-            }
+            let rows = rows.iter().map(|row| *row as usize);
+            spread.packed.write(form, rows, &mut spread.send);
             spread.counts.push(spread.send.len() - start);
         }
-        let most = |rows: usize| HEAD + rows * (top_k * ITEM + hidden * VALUE);
-        let limit = most(self.max_rows);
+        let limit = HEAD + self.max_rows * top_k * ITEM + form.bytes(self.max_rows, hidden);
         let mut exchange = self.link.open();
         let at = self.link.place(layer.tag);
         exchange.all_to_all(at, &spread.send, &spread.counts, limit)?;
-        spread.items.clear();
-        spread.rows.clear();
-        spread.parts.clear();
+        self.link.count(Sent::Rows, spread.counts.iter().copied());
         for from in 0..self.link.ranks() {
             let part = exchange.received(from);
-            let (rows, items, values) = self
-                .parse(part, hidden, top_k)
+            self.take_sent(layer, part, spread)
                 .ok_or_else(|| malformed(from, part.len()))?;
-            let first = spread.items.len();
-            spread
-                .items
-                .extend(items.as_chunks::<2>().0.iter().map(|[row, seat]| Item {
-                    row: *row,
-                    seat: *seat,
-                }));
-            spread.rows.extend_from_slice(values);
-            spread.parts.push((first..spread.items.len(), rows));
         }
         Ok(())
     }
 
-    /// Rows, items as pairs, and values of a part; none if it is no part.
-    fn parse<'a>(
+    /// Rows and items of a part; none if it is no part.
+    fn take_sent(
         &self,
-        part: &'a [u8],
-        hidden: usize,
-        top_k: usize,
-    ) -> Option<(u32, &'a [u32], &'a [f32])> {
+        layer: ExpertLayer<'_>,
+        part: &[u8],
+        spread: &mut SpreadScratch,
+    ) -> Option<()> {
+        let (rows, items, rest) = self.head_of(part)?;
+        (items as usize <= rows as usize * layer.top_k).then_some(())?;
+        let (items, values) = rest.split_at_checked(items as usize * ITEM)?;
+        let items: &[u32] = bytemuck::try_cast_slice(items).ok()?;
+        let items = items.as_chunks::<2>().0.iter();
+        let first = spread.items.len();
+        spread.items.extend(items.map(|[row, seat]| Item {
+            row: *row,
+            seat: *seat,
+        }));
+        spread.parts.push((first..spread.items.len(), rows));
+        let rows = rows as usize;
+        layer
+            .form
+            .read(values, rows, layer.hidden, &mut spread.rows)
+    }
+
+    /// The first exchange, into `items`, `rows` and `parts`: all rows go to all ranks.
+    fn gather_rows(
+        &self,
+        layer: ExpertLayer<'_>,
+        spread: &mut SpreadScratch,
+    ) -> Result<(), ExecError> {
+        let rows = spread.chosen.len() / layer.top_k;
+        let size =
+            |rows: usize| HEAD + rows * layer.top_k * CHOICE + layer.form.bytes(rows, layer.hidden);
+        spread.send.clear();
+        let head = [rows as u32, 0];
+        spread.send.extend_from_slice(bytemuck::bytes_of(&head));
+        let chosen: &[u8] = bytemuck::cast_slice(&spread.chosen);
+        spread.send.extend_from_slice(chosen);
+        spread.packed.write(layer.form, 0..rows, &mut spread.send);
+        let padded = self.link.padded_rows().min(self.max_rows);
+        if spread.send.len() < size(padded) {
+            spread.send.resize(size(padded), 0);
+        }
+        let mut exchange = self.link.open();
+        let at = self.link.place(layer.tag);
+        exchange.all_gather(at, &spread.send, size(self.max_rows))?;
+        let ranks = self.link.ranks();
+        self.link
+            .count(Sent::Rows, (0..ranks).map(|_| spread.send.len()));
+        for from in 0..ranks {
+            let part = exchange.received(from);
+            let known = self.head_of(part).filter(|(rows, ..)| {
+                let own = size(*rows as usize);
+                part.len() == own || (part.len() == size(padded) && own < part.len())
+            });
+            let (rows, _, rest) = known.ok_or_else(|| malformed(from, part.len()))?;
+            let (chosen, rest) = rest.split_at(rows as usize * layer.top_k * CHOICE);
+            let values = &rest[..layer.form.bytes(rows as usize, layer.hidden)];
+            let chosen: &[u32] =
+                bytemuck::try_cast_slice(chosen).map_err(|_| malformed(from, part.len()))?;
+            let (own, items) = (self.link.rank(), &mut spread.gathered);
+            Dispatch::gathered(&self.placement, own, from, chosen, layer.top_k, items)?;
+            let first = spread.items.len();
+            spread.items.extend_from_slice(items);
+            spread.parts.push((first..spread.items.len(), rows));
+            layer
+                .form
+                .read(values, rows as usize, layer.hidden, &mut spread.rows)
+                .ok_or_else(|| malformed(from, part.len()))?;
+        }
+        Ok(())
+    }
+
+    /// Rows and items of a part by its head, and what is behind; none if no rank has as many rows.
+    fn head_of<'a>(&self, part: &'a [u8]) -> Option<(u32, u32, &'a [u8])> {
         let (head, rest) = part.split_at_checked(HEAD)?;
         let [rows, items] = *bytemuck::try_cast_slice::<u8, u32>(head).ok()? else {
             return None;
         };
-        let fits = rows as usize <= self.max_rows && items as usize <= rows as usize * top_k;
-        let (items, values) = rest
-            .split_at_checked(items as usize * ITEM)
-            .filter(|_| fits)?;
-        let values = bytemuck::try_cast_slice::<u8, f32>(values).ok()?;
-        (values.len() == rows as usize * hidden).then_some(())?;
-        Some((rows, bytemuck::try_cast_slice(items).ok()?, values))
+        (rows as usize <= self.max_rows).then_some((rows, items, rest))
     }
 
     /// Outputs of this rank's experts for all rows that came, into `scratch.output`.
@@ -248,6 +320,8 @@ impl Spread {
         let mut exchange = self.link.open();
         let at = self.link.place(layer.tag + 1);
         exchange.all_to_all(at, &spread.send, &spread.counts, limit)?;
+        self.link
+            .count(Sent::Outputs, spread.counts.iter().copied());
         spread.outputs.clear();
         for from in 0..self.link.ranks() {
             let part = exchange.received(from);

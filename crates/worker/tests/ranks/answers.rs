@@ -4,8 +4,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use twinfer_comm::Group;
-use twinfer_config::Dtype;
-use twinfer_engine::exchange::RankLink;
+use twinfer_config::{Dtype, MoeComm};
+use twinfer_engine::eplb::EplbOptions;
+use twinfer_engine::exchange::{RankLink, SentBytes};
 use twinfer_engine::phase::PhasePolicy;
 use twinfer_engine::testing::byte_tokenizer;
 use twinfer_engine::{
@@ -22,6 +23,8 @@ pub(crate) struct Case {
     pub(crate) dtype: Dtype,
     pub(crate) quantize: bool,
     pub(crate) drafts: u32,
+    pub(crate) comm: MoeComm,
+    pub(crate) eplb: EplbOptions,
     pub(crate) policy: PhasePolicy,
     pub(crate) requests: u64,
     /// Tokens of a step.
@@ -37,8 +40,11 @@ pub(crate) struct Outcome {
     pub(crate) fingerprint: Fingerprint,
     pub(crate) file_bytes: u64,
     pub(crate) weight_bytes: u64,
+    pub(crate) workspace_bytes: u64,
     /// Steps of the group; 0 for a rank alone.
     pub(crate) steps: u64,
+    /// What went to other ranks.
+    pub(crate) sent: SentBytes,
 }
 
 impl Case {
@@ -47,6 +53,13 @@ impl Case {
         dtype: Dtype::Bf16,
         quantize: false,
         drafts: 0,
+        comm: MoeComm::AllToAll,
+        eplb: EplbOptions {
+            interval: 0,
+            after_prefill: false,
+            redundant: 0,
+            forced: false,
+        },
         policy: PhasePolicy::DEFAULT,
         requests: 13,
         tokens: 48,
@@ -67,6 +80,8 @@ impl Case {
             max_num_seqs: 8,
             kv: KvMemory::Blocks(256),
             ranks: link.map(Arc::clone),
+            moe_comm: self.comm,
+            eplb: self.eplb,
             ..LoadOptions::default()
         }
     }
@@ -109,6 +124,8 @@ impl Case {
                     temperature,
                     seed: id,
                     ignore_eos: true,
+                    // Others of the model's tokens have no text, and would end the request.
+                    allowed_token_ids: Some((0..250).collect()),
                     logprobs: Some(0),
                     ..SamplingParams::greedy(5 + random(20) as u32)
                 },
@@ -126,6 +143,7 @@ impl Case {
         let options = self.options(None);
         let checked = twinfer_engine::check(&self.dir(), &options).unwrap();
         let (file_bytes, weight_bytes) = (checked.file_bytes, checked.weight_bytes);
+        let workspace_bytes = checked.workspace_bytes;
         let loaded = load(&self.dir(), &options).unwrap();
         let fingerprint = loaded.fingerprint.clone();
         let mut engine = self.engine(loaded);
@@ -135,7 +153,9 @@ impl Case {
             fingerprint,
             file_bytes,
             weight_bytes,
+            workspace_bytes,
             steps: 0,
+            sent: SentBytes::default(),
         }
     }
 
@@ -147,18 +167,21 @@ impl Case {
         let checked =
             twinfer_engine::check(&self.dir(), &options).map_err(|error| error.to_string())?;
         let (file_bytes, weight_bytes) = (checked.file_bytes, checked.weight_bytes);
+        let workspace_bytes = checked.workspace_bytes;
         let loaded = checked.load(&options).map_err(|error| error.to_string())?;
         let fingerprint = loaded.fingerprint.clone();
         let requests = self.requests(link.rank(), link.ranks());
         let engine = self.engine(loaded);
-        let mut rank = RankEngine::new(engine, self.policy, link).unwrap();
+        let mut rank = RankEngine::new(engine, self.policy, Arc::clone(&link)).unwrap();
         let answers = generate_together(&mut rank, requests, 8, |_| {});
         Ok(Outcome {
             answers: bits(answers.map_err(|error| error.to_string())?),
             fingerprint,
             file_bytes,
             weight_bytes,
+            workspace_bytes,
             steps: rank.steps(),
+            sent: link.sent(),
         })
     }
 }
@@ -182,6 +205,8 @@ pub(crate) fn assert_equal(alone: &Outcome, ranks: &[Outcome], what: &str) {
     for (got, expected) in answers.into_iter().zip(&alone.answers) {
         assert_eq!(got, expected, "{what}");
     }
+    let longest = alone.answers.iter().map(|(_, tokens)| tokens.len()).max();
+    assert!(longest >= Some(5), "{what}");
     for rank in ranks {
         assert_eq!(rank.fingerprint, alone.fingerprint, "{what}");
         assert_eq!(rank.steps, ranks[0].steps, "{what}");

@@ -2,5 +2,9 @@
 #![expect(clippy::unwrap_used, reason = "a failed test ends here")]
 
 mod answers;
+mod matrix;
+mod mixtral;
+mod moving;
 mod processes;
 mod threads;
+mod travel;

@@ -1,6 +1,7 @@
 //! Ranks as processes of their own, each this test binary again with the test `a_rank_of_the_other_tests`.
 
 use crate::answers::{Answer, Case, Outcome, assert_equal};
+use crate::moving::FORCED;
 use std::io::Read;
 use std::net::Ipv4Addr;
 use std::process::{Child, Command, Stdio};
@@ -8,18 +9,26 @@ use std::time::Duration;
 use twinfer_comm::{
     Identity, JoinPlan, Options, PeerKey, Placement, Topology, join, start_up_test,
 };
+use twinfer_config::MoeComm;
+use twinfer_engine::exchange::SentBytes;
 use twinfer_protocol::{Epoch, Fingerprint};
 use twinfer_sys::set_parent_death_signal;
 
 const VARIABLE: &str = "TWINFER_WORKER_TEST_RANK";
 const EPOCH: Epoch = Epoch(9);
 
-const CASES: [Case; 2] = [
+const CASES: [Case; 3] = [
     Case::QWEN,
     Case {
         model: "deepseek_v3",
         quantize: true,
         drafts: 2,
+        ..Case::QWEN
+    },
+    Case {
+        quantize: true,
+        comm: MoeComm::AllGather,
+        eplb: FORCED,
         ..Case::QWEN
     },
 ];
@@ -122,7 +131,9 @@ fn outcome(mut child: Child) -> Outcome {
         fingerprint: serde_json::from_str(line("fingerprint ")).unwrap(),
         file_bytes: 0,
         weight_bytes: 0,
+        workspace_bytes: 0,
         steps: line("steps ").parse().unwrap(),
+        sent: SentBytes::default(),
     }
 }
 

@@ -8,7 +8,7 @@ use twinfer_protocol::Epoch;
 
 const EPOCH: Epoch = Epoch(5);
 
-fn together(case: &Case, counts: &[u32], shares: bool) -> Vec<Outcome> {
+pub(crate) fn together(case: &Case, counts: &[u32], shares: bool) -> Vec<Outcome> {
     let topology = Topology::new(counts).unwrap();
     let groups = loopback(&topology, shares, EPOCH, Options::default()).unwrap();
     std::thread::scope(|scope| {
