@@ -5,10 +5,12 @@ mod handoff;
 mod ranks;
 mod report;
 mod router;
+mod row;
 
 use crate::run::{BUILD, cargo, check};
 use anyhow::{Context, Result, bail};
-use report::{Report, Row, Target};
+use report::Report;
+use row::{Row, Target};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -179,6 +181,7 @@ fn measure(args: &Args) -> Result<()> {
             groups.keys().collect::<Vec<_>>()
         );
     };
+    targets.iter().try_for_each(Target::check)?;
     if let Some(only) = &args.only {
         targets.retain(|target| target.name.contains(only.as_str()));
         if targets.is_empty() {

@@ -1,76 +1,15 @@
 //! What a benchmark prints and writes, and whether its targets are met or their limits explained.
 
-use super::{Args, Measured, Sample, median};
+use super::row::Row;
+use super::{Args, Measured, median};
 use anyhow::{Context, Result, bail};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use std::fmt::Write;
 use std::path::Path;
 use twinfer_it::repository;
 
 /// Where limits are explained: under `### NAME` below this heading.
 const LIMITS: &str = "## What limits the rows that fall short";
-
-/// A row as bench/targets.toml asks for it.
-#[derive(Clone, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct Target {
-    pub(super) name: String,
-    unit: String,
-    better: Better,
-    /// What the floor is.
-    floor: String,
-    /// Least `ratio` against a peer.
-    #[serde(default)]
-    pub(super) ratio: Option<f64>,
-    /// Least share of the floor.
-    #[serde(default)]
-    share: Option<f64>,
-    /// Least value, most where lower is better.
-    #[serde(default)]
-    bound: Option<f64>,
-    /// One round is enough: nothing is timed.
-    #[serde(default)]
-    pub(super) once: bool,
-    /// Heading in docs/benchmarks.md under which the limit is explained, if the row falls short.
-    #[serde(default)]
-    limit: Option<String>,
-}
-
-#[derive(Clone, Copy, PartialEq, Deserialize, Serialize)]
-#[serde(rename_all = "lowercase")]
-enum Better {
-    Higher,
-    Lower,
-}
-
-/// A row as measured.
-#[derive(Serialize)]
-pub(super) struct Row {
-    name: String,
-    unit: String,
-    better: Better,
-    ours: f64,
-    peer: Option<f64>,
-    floor: f64,
-    floor_is: String,
-    /// Times better than the peer.
-    ratio: Option<f64>,
-    /// Share of the floor.
-    share: f64,
-    target: Targets,
-    met: bool,
-    /// How far it falls short of what.
-    short: Vec<String>,
-    #[serde(skip)]
-    limit: Option<String>,
-}
-
-#[derive(Serialize)]
-struct Targets {
-    ratio: Option<f64>,
-    share: Option<f64>,
-    bound: Option<f64>,
-}
 
 #[derive(Serialize)]
 struct Ceiling {
@@ -88,84 +27,6 @@ pub(super) struct Report {
     rows: Vec<Row>,
     ceilings: Vec<Ceiling>,
     notes: Vec<String>,
-}
-
-impl Row {
-    pub(super) fn of(target: &Target, samples: &[Sample]) -> Self {
-        let ours = median(samples.iter().map(|sample| sample.ours));
-        let floor = median(samples.iter().map(|sample| sample.floor));
-        let times = |ours: f64, other: f64| match target.better {
-            _ if ours == other => 1.0,
-            Better::Higher => ours / other,
-            Better::Lower => other / ours,
-        };
-        let share = median(samples.iter().map(|s| times(s.ours, s.floor)));
-        let peers: Option<Vec<f64>> = samples.iter().map(|sample| sample.peer).collect();
-        let ratios = samples
-            .iter()
-            .filter_map(|sample| sample.peer.map(|peer| times(sample.ours, peer)));
-        let ratio = peers.as_ref().map(|_| median(ratios));
-        let mut short = Vec::new();
-        let mut require = |what: &str, found: f64, wanted: Option<f64>| {
-            if let Some(wanted) = wanted
-                && found < wanted
-            {
-                let by = (1.0 - found / wanted) * 100.0;
-                short.push(format!(
-                    "{what} {found:.2} of the {wanted:.2} wanted, short by {by:.0} %"
-                ));
-            }
-        };
-        require(
-            "ratio to the best peer",
-            ratio.unwrap_or(0.0),
-            target.ratio.filter(|_| ratio.is_some()),
-        );
-        require("share of the floor", share, target.share);
-        if let Some(bound) = target.bound {
-            let met = match target.better {
-                Better::Higher => ours >= bound,
-                Better::Lower => ours <= bound,
-            };
-            if !met {
-                short.push(format!("{ours:.3} {} where {bound} is wanted", target.unit));
-            }
-        }
-        Self {
-            name: target.name.clone(),
-            unit: target.unit.clone(),
-            better: target.better,
-            ours,
-            peer: peers.map(|peers| median(peers.into_iter())),
-            floor,
-            floor_is: target.floor.clone(),
-            ratio,
-            share,
-            target: Targets {
-                ratio: target.ratio,
-                share: target.share,
-                bound: target.bound,
-            },
-            met: short.is_empty(),
-            short,
-            limit: target.limit.clone(),
-        }
-    }
-
-    fn verdict(&self) -> String {
-        let Targets {
-            ratio,
-            share,
-            bound,
-        } = self.target;
-        if !self.met {
-            self.short.join("; ")
-        } else if ratio.is_none() && share.is_none() && bound.is_none() {
-            "no target".to_owned()
-        } else {
-            "met".to_owned()
-        }
-    }
 }
 
 impl Report {
@@ -238,111 +99,137 @@ impl Report {
         Ok(())
     }
 
-    /// Rows with a letter for each kind of floor, and what the letters stand for.
+    /// The table as docs/benchmarks.md has it. Columns that no row of the group fills are left out; where there are no
+    /// peers, a column says what the floor is.
     fn table(&self) -> String {
-        let mut floors: Vec<&str> = Vec::new();
-        let mut text = format!(
-            "`{}`, {}, medians of {} rounds.",
-            self.command, self.machine, self.rounds
-        );
-        for (place, ceiling) in self.ceilings.iter().enumerate() {
-            let _ = write!(
-                text,
-                "{} {} {:.0} ({:.0} to {:.0})",
-                if place == 0 {
-                    " What the machine could do, measured between the rounds:"
-                } else {
-                    ","
-                },
-                ceiling.name,
-                ceiling.median,
-                ceiling.least,
-                ceiling.most
-            );
+        let with_peers = self.rows.iter().any(|row| row.peer.is_some());
+        let with_targets = self.rows.iter().any(Row::has_target);
+        let mut columns = vec!["row", "ours", "floor", "share"];
+        if with_peers {
+            columns.extend(["best peer", "ratio"]);
         }
-        text.push_str(if self.ceilings.is_empty() {
-            "\n\n"
-        } else {
-            ".\n\n"
-        });
-        text.push_str(
-            "| row | ours | best peer | ratio (wanted) | floor | share (wanted) | |\n\
-             | --- | ---: | ---: | ---: | ---: | ---: | --- |\n",
-        );
-        let wanted = |value: Option<f64>, wanted: Option<f64>| match (value, wanted) {
-            (None, _) => String::new(),
-            (Some(value), None) => format!("{value:.2}"),
-            (Some(value), Some(wanted)) => format!("{value:.2} ({wanted:.2})"),
+        if with_targets {
+            columns.push("target");
+        }
+        if !with_peers {
+            columns.push("floor is");
+        }
+        let line = |cells: &[String]| format!("| {} |\n", cells.join(" | "));
+        let text = |column: &&str| (*column).to_owned();
+        let aligned = |column: &&str| match *column {
+            "row" | "target" | "floor is" => "---".to_owned(),
+            _ => "---:".to_owned(),
         };
+        let mut table = line(&columns.iter().map(text).collect::<Vec<_>>());
+        table.push_str(&line(&columns.iter().map(aligned).collect::<Vec<_>>()));
         for row in &self.rows {
-            let place = match floors.iter().position(|floor| *floor == row.floor_is) {
-                Some(place) => place,
-                None => {
-                    floors.push(&row.floor_is);
-                    floors.len() - 1
-                }
-            };
-            let targeted = row.verdict();
-            let _ = writeln!(
-                text,
-                "| {} | {} {} | {} | {} | {} {} | {} | {} |",
-                row.name,
-                shown(row.ours),
-                row.unit,
-                row.peer.map(shown).unwrap_or_default(),
-                wanted(row.ratio, row.target.ratio),
+            let mut cells = vec![
+                row.name.clone(),
+                format!("{} {}", shown(row.ours), row.unit)
+                    .trim_end()
+                    .to_owned(),
                 shown(row.floor),
-                letter(place),
-                wanted(Some(row.share), row.target.share),
-                if row.met { targeted } else { "short".into() },
-            );
+                format!("{:.2}", row.share),
+            ];
+            if with_peers {
+                cells.push(row.peer.map(shown).unwrap_or_default());
+                let ratio = row.ratio.map(|ratio| format!("{ratio:.2}"));
+                cells.push(ratio.unwrap_or_default());
+            }
+            if with_targets {
+                cells.push(row.cell());
+            }
+            if !with_peers {
+                cells.push(row.floor_is.clone());
+            }
+            table.push_str(&line(&cells));
         }
-        text.push_str("\nFloors:");
-        for (place, floor) in floors.iter().enumerate() {
-            let end = if place + 1 == floors.len() { "." } else { ";" };
-            let _ = write!(text, " {} {floor}{end}", letter(place));
-        }
-        text.push('\n');
-        for note in &self.notes {
-            let _ = writeln!(text, "\n{note}");
-        }
-        text
+        table
     }
 
-    /// Every row meets its targets, or docs/benchmarks.md explains what limits it, with a profile; the
-    /// explanations are printed.
+    /// Every row meets its targets, or docs/benchmarks.md explains what limits it, with a profile, and the figures are not
+    /// below those that it explains; the explanations are printed.
     pub(super) fn verdict(&self) -> Result<()> {
         let page = std::fs::read_to_string(repository().join("docs/benchmarks.md"))
             .context("docs/benchmarks.md")?;
-        let mut unexplained = Vec::new();
-        let mut explained: Vec<(&str, &str, Vec<&Row>)> = Vec::new();
-        for row in self.rows.iter().filter(|row| !row.met) {
-            let limit = row.limit.as_deref().unwrap_or_default();
-            match explanation(&page, limit) {
-                Some(text) => match explained.iter_mut().find(|(name, ..)| *name == limit) {
-                    Some((.., rows)) => rows.push(row),
-                    None => explained.push((limit, text, vec![row])),
-                },
-                None => unexplained.push(row.name.as_str()),
-            }
-        }
-        let met = self.rows.iter().filter(|row| row.met).count();
-        println!("\n{met} of {} rows meet their targets", self.rows.len());
-        for (limit, text, rows) in &explained {
+        let judged = judge(&self.rows, &page);
+        println!("\n{}", judged.summary());
+        for (limit, text, rows) in &judged.explained {
             println!("\nlimit: {limit}");
             for row in rows {
                 println!("  {}: {}", row.name, row.verdict());
             }
             println!("{text}");
         }
-        if !unexplained.is_empty() {
+        if !judged.unexplained.is_empty() {
             bail!(
-                "these rows fall short, and docs/benchmarks.md explains no limit of theirs: {}",
-                unexplained.join("; ")
+                "these rows fall short, and docs/benchmarks.md does not explain it: {}",
+                judged.unexplained.join("; ")
             );
         }
         Ok(())
     }
+}
+
+/// What became of the rows.
+struct Judged<'a> {
+    met: usize,
+    targeted: usize,
+    /// Rows without a target.
+    others: usize,
+    /// By limit: its name, its explanation and the rows that fall short by it.
+    explained: Vec<(&'a str, &'a str, Vec<&'a Row>)>,
+    /// Rows that fall short with no explanation or by more than it covers, and by what.
+    unexplained: Vec<String>,
+}
+
+impl Judged<'_> {
+    fn summary(&self) -> String {
+        let mut text = format!(
+            "{} of {} rows with a target meet it",
+            self.met, self.targeted
+        );
+        if self.others > 0 {
+            let _ = write!(text, "; {} have none", self.others);
+        }
+        text
+    }
+}
+
+fn judge<'a>(rows: &'a [Row], page: &'a str) -> Judged<'a> {
+    let targeted = rows.iter().filter(|row| row.has_target());
+    let mut judged = Judged {
+        met: targeted.clone().filter(|row| row.met).count(),
+        targeted: targeted.count(),
+        others: rows.iter().filter(|row| !row.has_target()).count(),
+        explained: Vec::new(),
+        unexplained: Vec::new(),
+    };
+    for row in rows.iter().filter(|row| !row.met) {
+        let limit = row.limit.as_deref().unwrap_or_default();
+        let Some(text) = explanation(page, limit) else {
+            let verdict = row.verdict();
+            judged
+                .unexplained
+                .push(format!("{}: {verdict}, no limit explained", row.name));
+            continue;
+        };
+        let beyond = row.beyond_explanation();
+        if !beyond.is_empty() {
+            let beyond = beyond.join("; ");
+            judged.unexplained.push(format!("{}: {beyond}", row.name));
+            continue;
+        }
+        match judged
+            .explained
+            .iter_mut()
+            .find(|(name, ..)| *name == limit)
+        {
+            Some((.., rows)) => rows.push(row),
+            None => judged.explained.push((limit, text, vec![row])),
+        }
+    }
+    judged
 }
 
 /// The text under `### NAME` in the part on limits, if it has words and a profile, which is a table.
@@ -358,10 +245,6 @@ fn explanation<'a>(page: &'a str, name: &str) -> Option<&'a str> {
     let words = text.lines().filter(|line| !is_profile(line));
     let has_words = words.map(str::len).sum::<usize>() >= 100;
     (has_words && text.lines().any(is_profile)).then_some(text)
-}
-
-fn letter(place: usize) -> char {
-    char::from(b'a' + u8::try_from(place % 26).unwrap_or(0))
 }
 
 /// Three digits that count, or all before the point.
@@ -395,6 +278,8 @@ fn machine() -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Sample;
+    use super::super::row::target;
     use super::*;
 
     const PAGE: &str = "# B\n\n## What limits the rows that fall short\n\n### attention\n\nPacking of \
@@ -402,15 +287,8 @@ mod tests {
         again in every step.\n\n| pack | 45 % |\n| --- | --- |\n\n### bare\n\nNo profile.\n\n## Other\n\n\
         ### elsewhere\n\n| a |\n";
 
-    fn target(toml: &str) -> Target {
-        toml::from_str(&format!(
-            "name = \"row\"\nunit = \"tok/s\"\nfloor = \"what\"\n{toml}"
-        ))
-        .unwrap()
-    }
-
-    fn sample(ours: f64, floor: f64, peer: Option<f64>) -> Sample {
-        Sample { ours, floor, peer }
+    fn row(toml: &str, ours: f64, floor: f64, peer: Option<f64>) -> Row {
+        Row::of(&target(toml), &[Sample { ours, floor, peer }])
     }
 
     #[test]
@@ -422,32 +300,68 @@ mod tests {
     }
 
     #[test]
-    fn medians_of_ratios_and_shares_are_compared() {
-        let wanted = target("better = \"higher\"\nratio = 2.0\nshare = 0.6");
-        let rounds = [
-            sample(100.0, 150.0, Some(40.0)),
-            sample(90.0, 180.0, Some(50.0)),
-            sample(110.0, 160.0, Some(50.0)),
+    fn only_rows_with_a_target_are_counted() {
+        let rows = [
+            row("share = 0.6", 70.0, 100.0, None),
+            row("", 1.0, 100.0, None),
+            row("share = 0.6", 50.0, 100.0, None),
         ];
-        let row = Row::of(&wanted, &rounds);
-        assert!(row.met, "{:?}", row.short);
+        let judged = judge(&rows, PAGE);
         assert_eq!(
-            (row.ours, row.peer, row.ratio),
-            (100.0, Some(50.0), Some(2.2))
+            judged.summary(),
+            "1 of 2 rows with a target meet it; 1 have none"
         );
-        let row = Row::of(&wanted, &[sample(90.0, 180.0, Some(50.0))]);
-        assert_eq!(row.short.len(), 2, "{:?}", row.short);
     }
 
     #[test]
-    fn lower_is_better_and_bounds_hold_both_ways() {
-        let most = target("better = \"lower\"\nbound = 0");
-        assert!(Row::of(&most, &[sample(0.0, 0.0, None)]).met);
-        assert!(!Row::of(&most, &[sample(1.0, 0.0, None)]).met);
-        let share = target("better = \"lower\"\nshare = 0.8");
-        assert!(Row::of(&share, &[sample(1.2, 1.0, None)]).met);
-        assert!(!Row::of(&share, &[sample(1.3, 1.0, None)]).met);
-        let least = target("better = \"higher\"\nbound = 0.5");
-        assert!(!Row::of(&least, &[sample(0.4, 9.0, None)]).met);
+    fn an_explanation_covers_a_shortfall_down_to_its_figure_and_no_further() {
+        let asked =
+            "share = 0.6\nratio = 2.0\nlimit = \"attention\"\nexplained_down_to = { share = 0.5 }";
+        let fails = |ours, peer| {
+            let rows = [row(asked, ours, 100.0, Some(peer))];
+            judge(&rows, PAGE).unexplained
+        };
+        assert_eq!(fails(55.0, 20.0), Vec::<String>::new());
+        assert!(fails(49.0, 20.0)[0].contains("share of the floor 0.49"));
+        // Of the ratio nothing is explained.
+        assert!(fails(55.0, 40.0)[0].contains("ratio"));
+        let bare = asked.replace("attention", "bare");
+        let rows = [row(&bare, 55.0, 100.0, Some(20.0))];
+        assert_eq!(judge(&rows, PAGE).unexplained.len(), 1);
+    }
+
+    #[test]
+    fn the_table_has_the_columns_of_the_page() {
+        let page = std::fs::read_to_string(repository().join("docs/benchmarks.md")).unwrap();
+        let table = |rows: Vec<Row>| {
+            let report = Report {
+                command: String::new(),
+                machine: String::new(),
+                rounds: 1,
+                rows,
+                ceilings: Vec::new(),
+                notes: Vec::new(),
+            };
+            report.table()
+        };
+        let asked = "share = 0.6\nratio = 2.0";
+        let engine = table(vec![
+            row(asked, 57.0, 100.0, Some(30.0)),
+            row("", 10.0, 100.0, None),
+        ]);
+        let lines: Vec<&str> = engine.lines().collect();
+        assert_eq!(
+            lines[2..],
+            [
+                "| row | 57.0 tok/s | 100 | 0.57 | 30.0 | 1.90 | ratio 2.00 wanted, short by 5 %; share 0.60 wanted, short by 5 % |",
+                "| row | 10.0 tok/s | 100 | 0.10 |  |  |  |",
+            ]
+        );
+        let router = table(vec![row("", 10.0, 100.0, None)]);
+        assert!(router.ends_with("| row | 10.0 tok/s | 100 | 0.10 | what |\n"));
+        for table in [&engine, &router] {
+            let head: Vec<&str> = table.lines().take(2).collect();
+            assert!(page.contains(&head.join("\n")), "{head:?}");
+        }
     }
 }

@@ -6,7 +6,7 @@ use super::prompt;
 use anyhow::{Result, bail};
 use stats_alloc::{INSTRUMENTED_SYSTEM, Region};
 use std::sync::Arc;
-use twinfer_engine::{Engine, EventRef, StepOutput, load};
+use twinfer_engine::{Engine, EngineConfig, EventRef, StepOutput, load};
 use twinfer_it::demo_model;
 use twinfer_text::Tokenizer;
 
@@ -24,7 +24,9 @@ pub(super) fn measure(logprobs: Option<u32>) -> Result<usize> {
     for quantize in [false, true] {
         let blocks = blocks * SEQUENCES as u32;
         let loaded = load(&demo_model(), &options(quantize, blocks)?)?;
-        let mut engine = engine(Box::new(loaded.executor), &tokenizer, blocks, 0)?;
+        // As served: with the prefix cache.
+        let config = EngineConfig::default();
+        let mut engine = engine(Box::new(loaded.executor), &tokenizer, blocks, config)?;
         for id in 0..SEQUENCES {
             let mut request = request(id, &prompt(PROMPT, id as usize), output, true);
             request.params.logprobs = logprobs;

@@ -1,6 +1,7 @@
 //! llama.cpp through its own benchmarks.
 
-use super::{CONTEXT, STEPS, THREADS};
+use super::ours::cores;
+use super::{CONTEXT, NEAR_SETTING, STEPS, THREADS, alone};
 use crate::run::{PEER, capture};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
@@ -22,8 +23,9 @@ struct Setting {
 pub(super) struct Llama {
     folder: PathBuf,
     model: PathBuf,
-    /// The best setting for each measurement, found in the first round and kept.
-    best: BTreeMap<String, Setting>,
+    /// Settings for each measurement that are not far behind the best, the best one first: all are measured in each round,
+    /// since one measurement does not tell near ones apart.
+    near: BTreeMap<String, Vec<Setting>>,
 }
 
 impl Llama {
@@ -37,7 +39,7 @@ impl Llama {
         Ok(Self {
             folder,
             model,
-            best: BTreeMap::new(),
+            near: BTreeMap::new(),
         })
     }
 
@@ -49,9 +51,12 @@ impl Llama {
             (&[THREADS, 1], &[512])
         };
         let count = tokens.to_string();
-        let work = ["-p", &count, "-n", "0"];
-        self.best_of(&format!("prefill {tokens}"), |llama, known| {
-            llama.bench(known, threads, steps, &work)
+        // Long prompts take seconds each.
+        let repeats = if tokens > 512 { "1" } else { "2" };
+        let work = ["-p", &count, "-n", "0", "-r", repeats];
+        let tried = settings(threads, steps);
+        self.best_of(&format!("prefill {tokens}"), tried, |llama, setting| {
+            llama.bench(setting, &work)
         })
     }
 
@@ -61,125 +66,130 @@ impl Llama {
         let what = format!("decode {sequences}");
         if sequences == 1 {
             let (steps, context) = (STEPS.to_string(), CONTEXT.to_string());
-            let work = ["-p", "0", "-n", &steps, "-d", &context];
-            return self.best_of(&what, |llama, known| {
-                llama.bench(known, &[THREADS, 1], &[512], &work)
+            let work = ["-p", "0", "-n", &steps, "-d", &context, "-r", "3"];
+            let tried = settings(&[THREADS, 1], &[512]);
+            return self.best_of(&what, tried, |llama, setting| llama.bench(setting, &work));
+        }
+        let mut tried = settings(&[THREADS], &[512]);
+        if sequences <= 16 {
+            tried.push(Setting {
+                threads: 1,
+                flash: true,
+                step: 512,
             });
         }
-        self.best_of(&what, |llama, known| {
-            let of = |threads, flash| Setting {
-                threads,
-                flash,
-                step: 512,
-            };
-            let mut tried = vec![of(THREADS, true), of(THREADS, false)];
-            if sequences <= 16 {
-                tried.push(of(1, true));
-            }
-            let tried = known.map_or(tried, |known| vec![known]);
-            let measured = tried
-                .into_iter()
-                .map(|setting| Ok((setting, llama.batched(setting, sequences)?)));
-            measured.collect()
+        self.best_of(&what, tried, |llama, setting| {
+            llama.batched(setting, sequences)
         })
     }
 
     /// What was found best, for the notes.
     pub(super) fn settings(&self) -> String {
-        let each = self.best.iter().map(|(what, setting)| {
-            format!(
+        let each = self.near.iter().filter_map(|(what, settings)| {
+            let setting = settings.first()?;
+            Some(format!(
                 "{what}: {} threads, flash attention {}, steps of {}",
                 setting.threads,
                 if setting.flash { "on" } else { "off" },
                 setting.step
-            )
+            ))
         });
         each.collect::<Vec<_>>().join("; ")
     }
 
-    /// The best of what `measure` gives: for the setting that is known to be best, or for all that are to
-    /// be tried.
+    /// The best of what `measure` gives for those of `tried` that were near the best so far.
     fn best_of(
         &mut self,
         what: &str,
-        measure: impl Fn(&Self, Option<Setting>) -> Result<Vec<(Setting, f64)>>,
+        tried: Vec<Setting>,
+        measure: impl Fn(&Self, Setting) -> Result<f64>,
     ) -> Result<f64> {
-        let rates = measure(self, self.best.get(what).copied())?;
-        let best = rates.into_iter().max_by(|a, b| a.1.total_cmp(&b.1));
-        let (setting, rate) = best.context("no setting was measured")?;
-        self.best.entry(what.to_owned()).or_insert(setting);
-        Ok(rate)
+        let tried = self.near.remove(what).unwrap_or(tried);
+        let rates = tried
+            .into_iter()
+            .map(|setting| Ok((setting, measure(self, setting)?)));
+        let rates = near(rates.collect::<Result<_>>()?);
+        let (_, best) = *rates.first().context("no setting was measured")?;
+        let settings = rates.into_iter().map(|(setting, _)| setting).collect();
+        self.near.insert(what.to_owned(), settings);
+        Ok(best)
     }
 
-    /// `llama-bench` with one setting, or with all of these threads and steps, with flash attention and
-    /// without. No warm-up, which would be the whole measurement once more; so the file is not mapped but
-    /// read.
-    fn bench(
-        &self,
-        known: Option<Setting>,
-        threads: &[usize],
-        steps: &[usize],
-        work: &[&str],
-    ) -> Result<Vec<(Setting, f64)>> {
-        let list = |values: &[usize]| {
-            let texts = values.iter().map(usize::to_string);
-            texts.collect::<Vec<_>>().join(",")
-        };
-        let (threads, steps, flash) = match known {
-            Some(one) => (
-                one.threads.to_string(),
-                one.step.to_string(),
-                if one.flash { "1" } else { "0" },
-            ),
-            None => (list(threads), list(steps), "0,1"),
-        };
-        let mut command = self.command("llama-bench");
+    /// `llama-bench` with its warm-up, which is the same prompt, or one token where it decodes. The file is read, not
+    /// mapped, so that its pages are not first met while it is timed.
+    fn bench(&self, setting: Setting, work: &[&str]) -> Result<f64> {
+        let mut command = self.command("llama-bench", setting);
         command
-            .args(["-t", &threads, "-ub", &steps, "-fa", flash])
-            .args(["-r", "1", "--no-warmup", "-lm", "none", "-o", "jsonl"])
+            .args(["-fa", if setting.flash { "1" } else { "0" }])
+            .args(["-lm", "none", "-o", "jsonl"])
             .args(work);
-        let number = |row: &Value, field: &str| {
-            let value = row[field].as_u64().and_then(|n| usize::try_from(n).ok());
-            value.with_context(|| format!("llama-bench gives no {field}: {row}"))
-        };
-        rows(&mut command)?
-            .iter()
-            .map(|row| {
-                let setting = Setting {
-                    threads: number(row, "n_threads")?,
-                    flash: number(row, "flash_attn")? == 1,
-                    step: number(row, "n_ubatch")?,
-                };
-                Ok((setting, rate(row, "avg_ts")?))
-            })
-            .collect()
+        rate(rows(command)?.first().context("no row")?, "avg_ts")
     }
 
-    /// `llama-batched-bench`: one prompt, copied to all sequences; what follows is timed.
+    /// `llama-batched-bench`: one prompt, copied to all sequences; what follows is timed. Few sequences take less than
+    /// two seconds, so they are measured twice.
     fn batched(&self, setting: Setting, sequences: usize) -> Result<f64> {
         let room = 2 * sequences * (CONTEXT + STEPS);
         let flash = if setting.flash { "on" } else { "off" };
-        let mut command = self.command("llama-batched-bench");
+        let batches = match sequences {
+            ..=16 => format!("{sequences},{sequences}"),
+            _ => sequences.to_string(),
+        };
+        let mut command = self.command("llama-batched-bench", setting);
         command
-            .args(["-t", &setting.threads.to_string(), "-fa", flash])
-            .args(["-ub", &setting.step.to_string(), "-c", &room.to_string()])
+            .args(["-fa", flash, "-c", &room.to_string()])
             .args(["-npp", &CONTEXT.to_string(), "-ntg", &STEPS.to_string()])
-            .args(["-npl", &sequences.to_string(), "-pps"])
+            .args(["-npl", &batches, "-pps"])
             .args(["--output-format", "jsonl"]);
-        let rows = rows(&mut command)?;
-        rate(rows.first().context("no row")?, "speed_tg")
+        let rows = rows(command)?;
+        let mut seconds = 0.0;
+        for row in &rows {
+            seconds += 1.0 / rate(row, "speed_tg")?;
+        }
+        Ok(rows.len() as f64 / seconds)
     }
 
-    fn command(&self, program: &str) -> Command {
+    fn command(&self, program: &str, setting: Setting) -> Command {
         let mut command = Command::new(self.folder.join(program));
-        command.arg("-m").arg(&self.model).args(["-b", "2048"]);
+        command
+            .arg("-m")
+            .arg(&self.model)
+            .args(["-b", "2048", "-ub", &setting.step.to_string()])
+            .args(["-t", &setting.threads.to_string()]);
         command
     }
 }
 
-/// The rows that the command prints, at least one.
-fn rows(command: &mut Command) -> Result<Vec<Value>> {
-    let (code, output) = capture(command, PEER)?;
+/// All of these, with flash attention and without.
+fn settings(threads: &[usize], steps: &[usize]) -> Vec<Setting> {
+    let mut all = Vec::new();
+    for &threads in threads {
+        for &step in steps {
+            all.extend([true, false].map(|flash| Setting {
+                threads,
+                flash,
+                step,
+            }));
+        }
+    }
+    all
+}
+
+/// The best, and those that are not far behind it, in order.
+fn near(mut rates: Vec<(Setting, f64)>) -> Vec<(Setting, f64)> {
+    rates.sort_by(|a, b| b.1.total_cmp(&a.1));
+    let best = rates.first().map_or(0.0, |(_, rate)| *rate);
+    rates.retain(|(_, rate)| *rate >= NEAR_SETTING * best);
+    rates
+}
+
+/// The rows that the command prints, at least one. It gets the cores that ours gets, by those of the thread that starts
+/// it.
+fn rows(mut command: Command) -> Result<Vec<Value>> {
+    let (code, output) = alone(move || {
+        twinfer_sys::pin_thread(cores()?)?;
+        capture(&mut command, PEER)
+    })?;
     let lines = output.lines().filter(|line| line.starts_with('{'));
     let rows: Vec<Value> = lines
         .filter_map(|line| serde_json::from_str(line).ok())
@@ -193,4 +203,21 @@ fn rows(command: &mut Command) -> Result<Vec<Value>> {
 fn rate(row: &Value, field: &str) -> Result<f64> {
     let rate = row[field].as_f64().filter(|rate| *rate > 0.0);
     rate.with_context(|| format!("no {field} above 0 in {row}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_near_the_best_are_kept_in_order() {
+        let tried = settings(&[2, 1], &[512]);
+        let rates: Vec<_> = tried
+            .iter()
+            .copied()
+            .zip([97.0, 100.0, 94.0, 60.0])
+            .collect();
+        let kept: Vec<f64> = near(rates).into_iter().map(|(_, rate)| rate).collect();
+        assert_eq!(kept, [100.0, 97.0]);
+    }
 }

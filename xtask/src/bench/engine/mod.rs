@@ -25,7 +25,7 @@ use vllm::Vllm;
 const THREADS: usize = 2;
 /// Time for each measurement of the machine's peaks.
 const BUDGET: Duration = Duration::from_millis(150);
-/// Ours repeats its work for at least so long.
+/// Ours and vLLM repeat their work for at least so long.
 const AT_LEAST: Duration = Duration::from_millis(1500);
 /// Tokens before decoding starts.
 const CONTEXT: usize = 128;
@@ -35,8 +35,10 @@ const PREFILLS: [usize; 2] = [512, 2048];
 const BATCHES: [usize; 3] = [1, 16, 32];
 /// Shares of drafts that stand where they are scripted.
 const ACCEPTED: [f64; 2] = [0.7, 0.9];
-/// A peer whose rate in the first round is below this share of the best one's is not measured again.
+/// A peer whose rate in a round is below this share of the best one's is not measured again.
 const NEAR: f64 = 0.8;
+/// The same for a setting of llama.cpp beside its best.
+const NEAR_SETTING: f64 = 0.95;
 
 /// A model that peers have too. Paths are below the folder given by `--peers`.
 struct Shared {
@@ -275,7 +277,7 @@ impl Bench<'_> {
         };
         let plan = self.plan;
         if plan.wanted.iter().any(|row| against.vllm_row(row)) {
-            against.vllm = Some(Vllm::start(peers, &directory)?);
+            against.vllm = Some(Vllm::start(peers, &directory, plan.time(AT_LEAST))?);
         }
         for round in 0..plan.rounds {
             self.other_ceilings();
@@ -360,9 +362,11 @@ impl Bench<'_> {
             ACCEPTED.map(|share| format!("MTP round, {name}, {:.0} % accepted", share * 100.0));
         if model.has_mtp && rows.iter().any(|row| plan.wants(row)) {
             let cost = Cost::of(&config, true);
-            let machine = self.machine(cost.bytes(1, CONTEXT));
-            let samples = alone(|| mtp::rounds(directory, &cost, &machine, &ACCEPTED))?;
-            for (row, (sample, note)) in rows.iter().zip(samples) {
+            let before = self.machine(cost.bytes(1, CONTEXT));
+            let rounds = alone(|| mtp::rounds(directory, &cost, &ACCEPTED))?;
+            let machine = before.mean(self.machine(cost.bytes(1, CONTEXT)));
+            for (row, measured) in rows.iter().zip(rounds) {
+                let (sample, note) = measured.beside(&machine);
                 self.measured.insert(round, row, sample);
                 if round + 1 == plan.rounds {
                     self.measured.notes.push(note);
@@ -407,7 +411,7 @@ impl Peers {
     fn prefill(&mut self, tokens: usize, quantise: bool) -> Result<f64> {
         let what = format!("prefill {tokens}");
         if !quantise {
-            let vllm = self.vllm.as_ref().context("vLLM is not running")?;
+            let vllm = self.vllm.as_mut().context("vLLM is not running")?;
             return vllm.prefill(tokens);
         }
         self.best(
@@ -433,7 +437,7 @@ impl Peers {
         &mut self,
         what: &str,
         llama: impl Fn(&mut Llama) -> Result<f64>,
-        vllm: impl Fn(&Vllm) -> Result<f64>,
+        vllm: impl Fn(&mut Vllm) -> Result<f64>,
     ) -> Result<f64> {
         let key = |peer: &str| format!("{what}, {peer}");
         let (llama_key, vllm_key) = (key("llama.cpp Q8_0"), key("vLLM bf16"));
@@ -442,7 +446,7 @@ impl Peers {
             rates.push((llama(&mut self.q8_0)?, llama_key));
         }
         if !self.behind.contains(&vllm_key) {
-            let server = self.vllm.as_ref().context("vLLM is not running")?;
+            let server = self.vllm.as_mut().context("vLLM is not running")?;
             rates.push((vllm(server)?, vllm_key));
         }
         let best = rates.iter().map(|(rate, _)| *rate).fold(0.0, f64::max);

@@ -106,7 +106,7 @@ impl Asked {
             ..options(false, 64)?
         };
         let loaded = load(model, &options)?;
-        let engine = engine(Box::new(loaded.executor), tokenizer, 64, drafts)?;
+        let engine = engine(Box::new(loaded.executor), tokenizer, 64, uncached(drafts))?;
         Ok(Self { engine, next: 0 })
     }
 
@@ -126,14 +126,29 @@ impl Asked {
     }
 }
 
-/// The time of a round beside what its bytes would take at the rate at which plain decoding reads, for
-/// each share of accepted drafts; and notes on how that stands to the read bandwidth.
-pub(super) fn rounds(
-    model: &Path,
-    cost: &Cost,
-    machine: &Machine,
-    accepted: &[f64],
-) -> Result<Vec<(Sample, String)>> {
+/// The time of a round for one share of accepted drafts.
+pub(super) struct Round {
+    seconds: f64,
+    /// Bytes that it must read.
+    bytes: f64,
+    /// All but the read bandwidth.
+    note: String,
+}
+
+impl Round {
+    /// Beside the time that its bytes take at the machine's read bandwidth, and a note.
+    pub(super) fn beside(&self, machine: &Machine) -> (Sample, String) {
+        let sample = Sample {
+            ours: self.seconds * 1e3,
+            floor: self.bytes / machine.read * 1e3,
+            peer: None,
+        };
+        (sample, self.note.clone())
+    }
+}
+
+/// A round for each share of accepted drafts; notes tell how that stands to plain decoding.
+pub(super) fn rounds(model: &Path, cost: &Cost, accepted: &[f64]) -> Result<Vec<Round>> {
     let length = CONTEXT as u32 + OUTPUT;
     let blocks = length.div_ceil(16) + 2;
     let options = LoadOptions {
@@ -146,7 +161,7 @@ pub(super) fn rounds(
     let run = |script: Option<Script>| -> Result<(Vec<u32>, f64, SpeculationStats)> {
         let drafts = u32::from(script.is_some());
         let scripted = Box::new(Scripted::new(&executor, script));
-        let mut engine = engine(scripted, &tokenizer, blocks, drafts)?;
+        let mut engine = engine(scripted, &tokenizer, blocks, uncached(drafts))?;
         let (ids, seconds) = timed(&mut engine)?;
         Ok((ids, seconds, engine.stats().speculation))
     };
@@ -171,11 +186,11 @@ pub(super) fn rounds(
         let round = seconds / stats.rounds.max(1) as f64;
         let step = (before + after) / 2.0 / f64::from(OUTPUT - 1);
         let bytes = cost.round_bytes(share, middle);
-        let modelled = step * bytes / cost.bytes(1, middle);
+        let as_plain = step * bytes / cost.bytes(1, middle);
         let note = format!(
             "MTP on the DeepSeek shape: {:.0} % of {} drafts accepted, {:.2} tokens per round; a round {:.2} ms, a plain \
-             step {:.2} ms, {:.2} times the bytes of a step; {:.0} tok/s with drafts, {:.0} without; bytes of a round \
-             over the read bandwidth {:.2} ms",
+             step {:.2} ms, {:.2} times the bytes of a step; {:.0} tok/s with drafts, {:.0} without; at the rate at \
+             which the plain step reads, a round would take {:.2} ms, {:.2} of what it takes",
             share * 100.0,
             stats.rounds,
             f64::from(OUTPUT - 1) / stats.rounds.max(1) as f64,
@@ -184,14 +199,14 @@ pub(super) fn rounds(
             bytes / cost.bytes(1, middle),
             f64::from(OUTPUT - 1) / seconds,
             1.0 / step,
-            bytes / machine.read * 1e3,
+            as_plain * 1e3,
+            as_plain / round,
         );
-        let sample = Sample {
-            ours: round * 1e3,
-            floor: modelled * 1e3,
-            peer: None,
-        };
-        results.push((sample, note));
+        results.push(Round {
+            seconds: round,
+            bytes,
+            note,
+        });
     }
     Ok(results)
 }
@@ -220,17 +235,25 @@ fn timed(engine: &mut Engine) -> Result<(Vec<u32>, f64)> {
     Ok((tokens, first.elapsed().as_secs_f64()))
 }
 
+/// Without prefix cache, in which a second turn of the same prompts would find them.
+fn uncached(drafts: u32) -> EngineConfig {
+    EngineConfig {
+        enable_prefix_caching: false,
+        num_speculative_tokens: drafts,
+        ..EngineConfig::default()
+    }
+}
+
+/// As `config` says, but for the length, which is what so many blocks hold.
 pub(super) fn engine(
     executor: Box<dyn Executor>,
     tokenizer: &Arc<Tokenizer>,
     blocks: u32,
-    drafts: u32,
+    config: EngineConfig,
 ) -> Result<Engine> {
     let config = EngineConfig {
         max_model_len: (blocks * 16).min(u32::try_from(executor.max_context())?),
-        enable_prefix_caching: false,
-        num_speculative_tokens: drafts,
-        ..EngineConfig::default()
+        ..config
     };
     Engine::new(config, executor, Arc::clone(tokenizer), blocks)
         .map_err(|error| anyhow::anyhow!("{error}"))

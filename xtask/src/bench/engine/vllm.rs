@@ -1,10 +1,11 @@
 //! vLLM on CPU through its server, since it has no other way to measure a running engine.
 
-use super::ours::prompt;
+use super::ours::{cores, prompt};
 use super::{CONTEXT, STEPS};
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -19,14 +20,21 @@ pub(super) struct Vllm {
     child: Child,
     client: Client,
     runtime: tokio::runtime::Runtime,
+    /// A measurement repeats its work for at least so long.
+    at_least: Duration,
+    /// Lengths of prompts that it has met.
+    met: BTreeSet<usize>,
 }
+
+/// Tokens of the prompt that brings a server which stood still back into the caches.
+const AWAKENING: usize = 128;
 
 /// When a sequence had how many tokens.
 type Course = Vec<(Instant, u64)>;
 
 impl Vllm {
     /// Starts `vllm serve` of the environment `vllm` below the peers' folder and waits for it.
-    pub(super) fn start(peers: &Path, model: &Path) -> Result<Self> {
+    pub(super) fn start(peers: &Path, model: &Path, at_least: Duration) -> Result<Self> {
         let program = peers.join("vllm/bin/vllm");
         if !program.exists() {
             bail!("{} does not exist", program.display());
@@ -42,6 +50,7 @@ impl Vllm {
             peers.join("vllm/bin").display(),
             std::env::var("PATH").unwrap_or_default()
         );
+        let cores: Vec<String> = cores()?.iter().map(usize::to_string).collect();
         let log = tempfile::NamedTempFile::new()?;
         let child = Command::new(&program)
             .arg("serve")
@@ -52,7 +61,7 @@ impl Vllm {
             .args(["--max-num-batched-tokens", "4096"])
             .env("PATH", path)
             .env("VLLM_CPU_KVCACHE_SPACE", "2")
-            .env("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+            .env("VLLM_CPU_OMP_THREADS_BIND", cores.join(","))
             .env("HF_HUB_OFFLINE", "1")
             .env("VLLM_NO_USAGE_STATS", "1")
             .env("DO_NOT_TRACK", "1")
@@ -67,6 +76,8 @@ impl Vllm {
             child,
             client: Client::new(format!("127.0.0.1:{port}")),
             runtime,
+            at_least,
+            met: BTreeSet::new(),
         };
         let said = || {
             let text = std::fs::read_to_string(log.path()).unwrap_or_default();
@@ -82,7 +93,7 @@ impl Vllm {
                 bail!("vllm serve was not ready within {START:?}: {}", said());
             }
         }
-        vllm.prefill_once(64)?;
+        vllm.prefill_once(AWAKENING)?;
         vllm.signal(Signal::STOP);
         Ok(vllm)
     }
@@ -94,13 +105,24 @@ impl Vllm {
         })
     }
 
-    /// Tokens per second of one prompt, by the time to its only output token.
-    pub(super) fn prefill(&self, tokens: usize) -> Result<f64> {
-        self.awake(|| self.prefill_once(tokens))
+    /// Tokens per second of one prompt, by the time to its only output token. The first of a length is not timed.
+    pub(super) fn prefill(&mut self, tokens: usize) -> Result<f64> {
+        let is_new = self.met.insert(tokens);
+        self.awake(|| {
+            if is_new {
+                self.prefill_once(tokens)?;
+            }
+            let start = Instant::now();
+            let mut done = 0;
+            while done == 0 || start.elapsed() < self.at_least {
+                self.prefill_once(tokens)?;
+                done += tokens;
+            }
+            Ok(done as f64 / start.elapsed().as_secs_f64())
+        })
     }
 
-    fn prefill_once(&self, tokens: usize) -> Result<f64> {
-        let start = Instant::now();
+    fn prefill_once(&self, tokens: usize) -> Result<()> {
         self.runtime.block_on(async {
             let body = body(&prompt(tokens, 0), 1);
             let answer = self.client.post("/v1/completions", &body).await;
@@ -109,14 +131,26 @@ impl Vllm {
                 bail!("vLLM answered {}: {}", answer.status, answer.text());
             }
             Ok(())
-        })?;
-        Ok(tokens as f64 / start.elapsed().as_secs_f64())
+        })
     }
 
     /// Tokens per second of `sequences` sequences together, from where all have their first token until
-    /// one has its last.
-    pub(super) fn decode(&self, sequences: usize) -> Result<f64> {
-        let courses = self.awake(|| self.courses(sequences))?;
+    /// one has its last; as often as it takes to measure for long enough.
+    pub(super) fn decode(&mut self, sequences: usize) -> Result<f64> {
+        self.awake(|| {
+            let (mut tokens, mut seconds) = (0, 0.0);
+            while tokens == 0 || seconds < self.at_least.as_secs_f64() {
+                let (more, time) = self.decode_once(sequences)?;
+                tokens += more;
+                seconds += time;
+            }
+            Ok(tokens as f64 / seconds)
+        })
+    }
+
+    /// Tokens, and the seconds in which they came.
+    fn decode_once(&self, sequences: usize) -> Result<(u64, f64)> {
+        let courses = self.courses(sequences)?;
         let begin = courses.iter().filter_map(|course| course.first()).max();
         let end = courses.iter().filter_map(|course| course.last()).min();
         let (Some(&(begin, _)), Some(&(end, _))) = (begin, end) else {
@@ -133,7 +167,7 @@ impl Vllm {
         if tokens < (sequences * STEPS / 2) as u64 {
             bail!("of {sequences} sequences only {tokens} tokens came while all were decoding");
         }
-        Ok(tokens as f64 / (end - begin).as_secs_f64())
+        Ok((tokens, (end - begin).as_secs_f64()))
     }
 
     fn courses(&self, sequences: usize) -> Result<Vec<Course>> {
@@ -153,7 +187,7 @@ impl Vllm {
 
     fn awake<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         self.signal(Signal::CONT);
-        let result = work();
+        let result = self.prefill_once(AWAKENING).and_then(|()| work());
         self.signal(Signal::STOP);
         result
     }
