@@ -45,41 +45,39 @@ impl Llama {
 
     /// Tokens per second of one prompt. One thread is tried with 512 tokens only: arithmetic is the limit.
     pub(super) fn prefill(&mut self, tokens: usize) -> Result<f64> {
-        let (threads, steps): (&[usize], &[usize]) = if tokens > 512 {
-            (&[THREADS], &[512, 2048])
+        let tried = if tokens > 512 {
+            tried(&[512, 2048], false)
         } else {
-            (&[THREADS, 1], &[512])
+            tried(&[512], true)
         };
         let count = tokens.to_string();
-        // Long prompts take seconds each.
-        let repeats = if tokens > 512 { "1" } else { "2" };
-        let work = ["-p", &count, "-n", "0", "-r", repeats];
-        let tried = settings(threads, steps);
-        self.best_of(&format!("prefill {tokens}"), tried, |llama, setting| {
-            llama.bench(setting, &work)
-        })
+        self.best_of(
+            &format!("prefill {tokens}"),
+            tried,
+            |llama, setting, known| {
+                // Long prompts take seconds each.
+                let repeats = if known && tokens <= 512 { "2" } else { "1" };
+                llama.bench(setting, &["-p", &count, "-n", "0", "-r", repeats])
+            },
+        )
     }
 
     /// Tokens per second of `sequences` sequences together, each after the same number of tokens. Of the
     /// batches one thread is tried with the smaller only.
     pub(super) fn decode(&mut self, sequences: usize) -> Result<f64> {
         let what = format!("decode {sequences}");
+        let tried = tried(&[512], sequences <= 16);
         if sequences == 1 {
             let (steps, context) = (STEPS.to_string(), CONTEXT.to_string());
             let work = ["-p", "0", "-n", &steps, "-d", &context, "-r", "3"];
-            let tried = settings(&[THREADS, 1], &[512]);
-            return self.best_of(&what, tried, |llama, setting| llama.bench(setting, &work));
-        }
-        let mut tried = settings(&[THREADS], &[512]);
-        if sequences <= 16 {
-            tried.push(Setting {
-                threads: 1,
-                flash: true,
-                step: 512,
+            return self.best_of(&what, tried, |llama, setting, _| {
+                llama.bench(setting, &work)
             });
         }
-        self.best_of(&what, tried, |llama, setting| {
-            llama.batched(setting, sequences)
+        self.best_of(&what, tried, |llama, setting, known| {
+            // Few sequences take less than two seconds.
+            let turns = if known && sequences <= 16 { 2 } else { 1 };
+            llama.batched(setting, sequences, turns)
         })
     }
 
@@ -97,17 +95,20 @@ impl Llama {
         each.collect::<Vec<_>>().join("; ")
     }
 
-    /// The best of what `measure` gives for those of `tried` that were near the best so far.
+    /// The best of what `measure` gives for those of `tried` that were near the best so far; it is told whether they are
+    /// known.
     fn best_of(
         &mut self,
         what: &str,
         tried: Vec<Setting>,
-        measure: impl Fn(&Self, Setting) -> Result<f64>,
+        measure: impl Fn(&Self, Setting, bool) -> Result<f64>,
     ) -> Result<f64> {
-        let tried = self.near.remove(what).unwrap_or(tried);
+        let known = self.near.remove(what);
+        let is_known = known.is_some();
+        let tried = known.unwrap_or(tried);
         let rates = tried
             .into_iter()
-            .map(|setting| Ok((setting, measure(self, setting)?)));
+            .map(|setting| Ok((setting, measure(self, setting, is_known)?)));
         let rates = near(rates.collect::<Result<_>>()?);
         let (_, best) = *rates.first().context("no setting was measured")?;
         let settings = rates.into_iter().map(|(setting, _)| setting).collect();
@@ -126,15 +127,12 @@ impl Llama {
         rate(rows(command)?.first().context("no row")?, "avg_ts")
     }
 
-    /// `llama-batched-bench`: one prompt, copied to all sequences; what follows is timed. Few sequences take less than
-    /// two seconds, so they are measured twice.
-    fn batched(&self, setting: Setting, sequences: usize) -> Result<f64> {
+    /// `llama-batched-bench`, which warms up by itself: one prompt, copied to all sequences; what follows is timed, in so
+    /// many turns.
+    fn batched(&self, setting: Setting, sequences: usize, turns: usize) -> Result<f64> {
         let room = 2 * sequences * (CONTEXT + STEPS);
         let flash = if setting.flash { "on" } else { "off" };
-        let batches = match sequences {
-            ..=16 => format!("{sequences},{sequences}"),
-            _ => sequences.to_string(),
-        };
+        let batches = vec![sequences.to_string(); turns].join(",");
         let mut command = self.command("llama-batched-bench", setting);
         command
             .args(["-fa", flash, "-c", &room.to_string()])
@@ -160,17 +158,19 @@ impl Llama {
     }
 }
 
-/// All of these, with flash attention and without.
-fn settings(threads: &[usize], steps: &[usize]) -> Vec<Setting> {
+/// Settings to begin with: these steps with flash attention and without, and perhaps one thread.
+fn tried(steps: &[usize], with_one_thread: bool) -> Vec<Setting> {
+    let of = |threads, flash, step| Setting {
+        threads,
+        flash,
+        step,
+    };
     let mut all = Vec::new();
-    for &threads in threads {
-        for &step in steps {
-            all.extend([true, false].map(|flash| Setting {
-                threads,
-                flash,
-                step,
-            }));
-        }
+    for &step in steps {
+        all.extend([true, false].map(|flash| of(THREADS, flash, step)));
+    }
+    if with_one_thread {
+        all.extend(steps.iter().map(|&step| of(1, true, step)));
     }
     all
 }
@@ -211,12 +211,8 @@ mod tests {
 
     #[test]
     fn settings_near_the_best_are_kept_in_order() {
-        let tried = settings(&[2, 1], &[512]);
-        let rates: Vec<_> = tried
-            .iter()
-            .copied()
-            .zip([97.0, 100.0, 94.0, 60.0])
-            .collect();
+        let rates = tried(&[512], true).into_iter().zip([97.0, 100.0, 60.0]);
+        let rates = rates.collect();
         let kept: Vec<f64> = near(rates).into_iter().map(|(_, rate)| rate).collect();
         assert_eq!(kept, [100.0, 97.0]);
     }

@@ -136,7 +136,7 @@ impl Vllm {
 
     /// Tokens per second of `sequences` sequences together, from where all have their first token until
     /// one has its last; as often as it takes to measure for long enough.
-    pub(super) fn decode(&mut self, sequences: usize) -> Result<f64> {
+    pub(super) fn decode(&self, sequences: usize) -> Result<f64> {
         self.awake(|| {
             let (mut tokens, mut seconds) = (0, 0.0);
             while tokens == 0 || seconds < self.at_least.as_secs_f64() {
