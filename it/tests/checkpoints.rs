@@ -336,3 +336,22 @@ async fn a_tokenizer_with_a_huge_list_of_added_tokens_is_refused() {
         .refused(&[], &["tokenizer.json", "added_tokens", "600"])
         .await;
 }
+
+/// What a description announces and the files do not hold is missing, as what an index announces is.
+#[tokio::test]
+async fn a_described_weight_that_is_not_there_is_named() {
+    let model = Checkpoint::golden("w8a8/qwen3_moe_modelslim");
+    let name = "model.layers.9.self_attn.q_proj.weight";
+    model.change("quant_model_description.json", |description| {
+        description[name] = json!("W8A8_DYNAMIC");
+    });
+    model.refused(&[], &[name, "W8A8_DYNAMIC"]).await;
+}
+
+/// A length that was asked for is never cut silently.
+#[tokio::test]
+async fn a_context_that_kv_has_no_room_for_is_refused_with_numbers() {
+    let arguments = ["--max-model-len", "4096", "--kv-cache-memory", "224KiB"];
+    let words = ["max-model-len", "4096", "229376"];
+    Checkpoint::demo().refused(&arguments, &words).await;
+}

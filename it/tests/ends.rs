@@ -222,7 +222,11 @@ impl Base {
         for tokens in 1..=max_tokens {
             let id = self.ids[tokens - 1];
             if stop_ids.contains(&id) {
-                let text = self.tokens[..tokens - 1].concat();
+                let shown = match body["include_stop_str_in_output"] {
+                    Value::Bool(true) => tokens,
+                    _ => tokens - 1,
+                };
+                let text = self.tokens[..shown].concat();
                 return choice(tokens, text, "stop", json!(id));
             }
             let text = self.tokens[..tokens].concat();
@@ -307,9 +311,10 @@ async fn a_stop_token_ends_the_output_wherever_it_lies() {
         let complete = expected.ids.len();
         assert!(complete <= place + 1);
         assert_eq!(ways.one(&body).await, expected);
-        // It is not text: also where the stop text would be kept.
+        // It is text only where stops are kept.
         body["include_stop_str_in_output"] = json!(true);
-        assert_eq!(ways.one(&body).await, expected);
+        assert_eq!(ways.one(&body).await, base.expected(&body));
+        body["include_stop_str_in_output"] = json!(false);
         for max_tokens in [complete.saturating_sub(1).max(1), complete] {
             body["max_tokens"] = json!(max_tokens);
             assert_eq!(ways.one(&body).await, base.expected(&body), "{body}");

@@ -216,7 +216,8 @@ pub struct ServeConfig {
     #[schemars(range(min = 1, max = 65_536))]
     pub prefill_any_interval: u32,
 
-    /// Memory for KV, such as `512MiB` or `4GiB`; a quarter of what is available if absent.
+    /// Memory for KV, such as `512MiB` or `4GiB`; if absent as much as `max-num-seqs` sequences of the
+    /// greatest length need, but at most a quarter of what is available.
     #[arg(long)]
     pub kv_cache_memory: Option<String>,
 

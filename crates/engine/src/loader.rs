@@ -72,6 +72,8 @@ pub struct LoadOptions<'a> {
     pub max_num_seqs: usize,
     /// Hash of tokenizer and chat template, for the fingerprint.
     pub tokenizer_hash: String,
+    /// Bytes that whoever serves the model needs beside it, planned with the workspace.
+    pub beside: u64,
     /// Share packed weights with other instances that name the same directory, usually
     /// [`crate::default_share_dir`]: those of the first are mapped by all. None: they are this process's own.
     pub share: Option<PathBuf>,
@@ -118,6 +120,8 @@ pub struct CheckedModel {
     pub config: ModelConfig,
     /// Longest sequence that will be served.
     pub max_model_len: usize,
+    /// Tokens that a sequence may have: as many of these as KV has room for.
+    pub max_len: usize,
     /// Bytes of weights in memory.
     pub weight_bytes: u64,
     /// Bytes of them that another instance has packed already.
@@ -234,6 +238,7 @@ impl Default for LoadOptions<'_> {
             max_num_seqs: 32,
             tokenizer_hash: String::new(),
             share: None,
+            beside: 0,
             ranks: None,
             moe_comm: MoeComm::AllToAll,
             eplb: EplbOptions::default(),
@@ -301,7 +306,8 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
     let workspace_bytes = config
         .workspace_bytes(&step_size(&config, options))
         .saturating_add(most_score_bytes(max_model_len, options.max_num_seqs))
-        .saturating_add(seats.moving);
+        .saturating_add(seats.moving)
+        .saturating_add(options.beside);
     let loading_bytes = match shared_bytes {
         0 => packing.loading_bytes(&specs, &checkpoint, options.threads),
         _ => 0,
@@ -339,6 +345,7 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
     warnings.extend(checkpoint.warnings.iter().cloned());
     Ok(CheckedModel {
         kv_bytes: u64::from(num_blocks) * kv.block_bytes(),
+        max_len: max_model_len.min(num_blocks as usize * options.block_size),
         config,
         max_model_len,
         weight_bytes,

@@ -12,6 +12,8 @@ pub struct OutputState {
     stop_token_ids: Vec<TokenId>,
     max_tokens: u32,
     min_tokens: u32,
+    /// A stop token, too, is shown as text.
+    shows_stop: bool,
     tokens: u32,
     detokenizer: IncrementalDetokenizer,
     stops: StopMatcher,
@@ -41,6 +43,7 @@ impl OutputState {
             stop_token_ids: params.stop_token_ids.clone(),
             max_tokens: params.max_tokens,
             min_tokens: params.min_tokens,
+            shows_stop: params.include_stop_str_in_output,
             tokens: 0,
             detokenizer: IncrementalDetokenizer::new(
                 Arc::clone(tokenizer),
@@ -57,24 +60,30 @@ impl OutputState {
     }
 
     /// Takes the next token, adds the text that became certain to `out`, and returns the end if this is
-    /// it. The order of ends is: end-of-sequence, stop token (neither is shown as text), length, stop text;
+    /// it. The order of ends is: end-of-sequence, stop token (neither is shown as text unless stops are), length, stop text;
     /// but a stop text completed by the last permitted token is reported rather than the length. Stop
     /// texts are looked for in what follows the first `min_tokens - 1` tokens.
     pub fn push(&mut self, token: TokenId, out: &mut String) -> Option<FinishReason> {
         self.tokens += 1;
         // The sampler draws neither before `min_tokens`.
-        if self.eos.contains(&token) {
-            return Some(self.end(FinishReason::Eos, out));
+        let stop = if self.eos.contains(&token) {
+            Some(FinishReason::Eos)
+        } else if self.stop_token_ids.contains(&token) {
+            Some(FinishReason::StopToken(token))
+        } else {
+            None
+        };
+        if stop.is_none() || self.shows_stop {
+            self.piece.clear();
+            if let Err(error) = self.detokenizer.push_into(token, &mut self.piece) {
+                let error = ApiError::new(ErrorKind::Internal, error.to_string());
+                return Some(self.end(FinishReason::Error(error), out));
+            }
+            self.look(out);
         }
-        if self.stop_token_ids.contains(&token) {
-            return Some(self.end(FinishReason::StopToken(token), out));
+        if let Some(reason) = stop {
+            return Some(self.end(reason, out));
         }
-        self.piece.clear();
-        if let Err(error) = self.detokenizer.push_into(token, &mut self.piece) {
-            let error = ApiError::new(ErrorKind::Internal, error.to_string());
-            return Some(self.end(FinishReason::Error(error), out));
-        }
-        self.look(out);
         let ends = self.stops.matched().is_some() || self.tokens >= self.max_tokens;
         ends.then(|| self.end(FinishReason::Length, out))
     }

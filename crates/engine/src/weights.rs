@@ -191,6 +191,11 @@ impl Checkpoint {
                 None => missing.push(format!("{name} (the index says it is in {file})")),
             }
         }
+        for (name, scheme) in format.announced() {
+            if !found.contains_key(name) && !specs.is_spare(name) {
+                missing.push(format!("{name} (described with scheme {scheme})"));
+            }
+        }
         let mut places = BTreeMap::new();
         let mut schemes = HashMap::new();
         for spec in &specs.tensors {

@@ -4,6 +4,9 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use rustix::param::page_size;
+use rustix::process::{Resource, getrlimit};
+
 /// Memory of the node and of the cgroup, in bytes, at the time of the call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryInfo {
@@ -60,12 +63,22 @@ pub fn cgroup_memory_limit() -> Option<u64> {
     cgroup_room(&groups, Path::new("/sys/fs/cgroup")).map(|room| room.limit)
 }
 
-/// Bytes this process can still take, see [`MemoryInfo::available`].
+/// Bytes this process can still take: what [`MemoryInfo::available`] says, within the limit on its address space.
 ///
 /// # Errors
 /// As [`memory_info`].
 pub fn available_memory() -> io::Result<u64> {
-    Ok(memory_info()?.available())
+    Ok(memory_info()?.available().min(address_space()))
+}
+
+/// What a limit on this process's address space (`ulimit -v`) leaves; everything without one.
+fn address_space() -> u64 {
+    let Some(limit) = getrlimit(Resource::As).current else {
+        return u64::MAX;
+    };
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+    let pages = statm.split(' ').next().and_then(|n| n.parse::<u64>().ok());
+    limit.saturating_sub(pages.unwrap_or(0) * page_size() as u64)
 }
 
 /// Bytes of all last-level caches of the node together; `None` where the kernel does not tell.

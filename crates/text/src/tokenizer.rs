@@ -78,6 +78,17 @@ impl Tokenizer {
             .with_truncation(None)
             .map_err(|e| invalid(e.to_string()))?;
         inner.with_padding(None);
+        for raw in &parsed.added_tokens {
+            let AddedToken { id, content } =
+                serde_json::from_str(raw.get()).map_err(|e| invalid(e.to_string()))?;
+            let known = inner.token_to_id(&content);
+            if known != Some(id) {
+                return Err(invalid(format!(
+                    "added_tokens: {content:?} has id {id}, which is taken or leaves a gap; it would get {}",
+                    known.map_or("none".to_owned(), |id| id.to_string())
+                )));
+            }
+        }
 
         let mut hash = Sha256::new();
         hash.update((raw.len() as u64).to_le_bytes());
@@ -312,7 +323,13 @@ struct Outline {
     #[serde(default)]
     decoder: Value,
     #[serde(default)]
-    added_tokens: Vec<serde::de::IgnoredAny>,
+    added_tokens: Vec<Box<serde_json::value::RawValue>>,
+}
+
+#[derive(serde::Deserialize)]
+struct AddedToken {
+    id: u32,
+    content: String,
 }
 
 fn build_table(inner: &tokenizers::Tokenizer, decoder: &Value) -> Result<TokenBytes, String> {

@@ -3,6 +3,7 @@ use crate::engine::EngineHandle;
 use crate::kv::Handoff;
 use crate::load::LoadProgress;
 use crate::metrics::InstanceMetrics;
+use crate::room::ScoreRoom;
 use crate::settings::Settings;
 use http::HeaderMap;
 use http::header::AUTHORIZATION;
@@ -54,6 +55,7 @@ pub(crate) struct Instance {
     pub(crate) template: ChatTemplate,
     pub(crate) defaults: SamplingDefaults,
     pub(crate) handoff: Handoff,
+    pub(crate) scores: ScoreRoom,
     /// Seed of requests that bring none.
     pub(crate) seed: u64,
     pub(crate) next_id: AtomicU64,

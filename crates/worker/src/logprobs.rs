@@ -1,4 +1,6 @@
-use serde_json::{Map, Value, json};
+use serde::ser::{SerializeMap, SerializeSeq};
+use serde::{Serialize, Serializer};
+use serde_json::{Map, Value};
 use twinfer_engine::{Logprob, OutputToken, TokenLogprobs};
 use twinfer_protocol::TokenId;
 use twinfer_protocol::openai::{
@@ -63,6 +65,14 @@ pub(crate) fn completion(
     Some(out)
 }
 
+/// A log-probability as every place of an answer writes it: the shortest decimal that is this f32, not the digits of
+/// its f64.
+pub fn shown(logprob: f32) -> Value {
+    let value = finite(logprob);
+    let shortest: f64 = value.to_string().parse().unwrap_or_else(|_| value.into());
+    shortest.into()
+}
+
 fn push(
     tokenizer: &Tokenizer,
     out: &mut CompletionLogprobs,
@@ -81,27 +91,79 @@ fn push(
         for other in top.iter().chain([own]) {
             // Two tokens may read the same: the better one comes first and stays.
             let key = self::text(tokenizer, other.token);
-            best.entry(key)
-                .or_insert_with(|| Value::from(finite(other.logprob)));
+            best.entry(key).or_insert_with(|| shown(other.logprob));
         }
         best
     }));
 }
 
 /// Log-probabilities of a prompt as vLLM reports them: null, then an object per token that maps ids to
-/// `{logprob, rank, decoded_token}`.
-pub fn prompt(tokenizer: &Tokenizer, prompt: Scored<'_>) -> Value {
-    let entry = |l: &Logprob| {
-        let decoded = text(tokenizer, l.token);
-        let value = json!({"logprob": finite(l.logprob), "rank": l.rank, "decoded_token": decoded});
-        (l.token.to_string(), value)
-    };
-    let first = prompt.ids.first().map(|_| Value::Null);
-    let others = prompt.logprobs.iter().map(|(own, top)| {
-        let top = top.iter().take(prompt.top as usize);
-        Value::Object([own].into_iter().chain(top).map(entry).collect())
-    });
-    first.into_iter().chain(others).collect()
+/// `{logprob, rank, decoded_token}`. Written entry by entry, since a tree of them would take many times the text.
+pub struct PromptLogprobs<'a> {
+    tokenizer: &'a Tokenizer,
+    prompt: Scored<'a>,
+}
+
+impl<'a> PromptLogprobs<'a> {
+    /// Of `prompt`.
+    pub fn new(tokenizer: &'a Tokenizer, prompt: Scored<'a>) -> Self {
+        Self { tokenizer, prompt }
+    }
+
+    /// As a tree, for few.
+    pub fn to_value(&self) -> Value {
+        // Its text is always JSON.
+        let text = serde_json::to_string(self).unwrap_or_default();
+        serde_json::from_str(&text).unwrap_or_default()
+    }
+}
+
+impl Serialize for PromptLogprobs<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Self { tokenizer, prompt } = *self;
+        let mut all = serializer.serialize_seq(None)?;
+        if !prompt.ids.is_empty() {
+            all.serialize_element(&())?;
+        }
+        for (own, top) in prompt.logprobs {
+            let top = &top[..top.len().min(prompt.top as usize)];
+            all.serialize_element(&Position {
+                tokenizer,
+                own,
+                top,
+            })?;
+        }
+        all.end()
+    }
+}
+
+/// One token of a prompt and its alternatives.
+struct Position<'a> {
+    tokenizer: &'a Tokenizer,
+    own: &'a Logprob,
+    top: &'a [Logprob],
+}
+
+impl Serialize for Position<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        #[derive(Serialize)]
+        struct Entry {
+            logprob: f32,
+            rank: u32,
+            decoded_token: String,
+        }
+        let mut entries = serializer.serialize_map(None)?;
+        let others = self.top.iter().filter(|l| l.token != self.own.token);
+        for l in std::iter::once(self.own).chain(others) {
+            let entry = Entry {
+                logprob: finite(l.logprob),
+                rank: l.rank,
+                decoded_token: text(self.tokenizer, l.token),
+            };
+            entries.serialize_entry(&l.token, &entry)?;
+        }
+        entries.end()
+    }
 }
 
 /// Log-probabilities of some tokens as chats report them; none if they were not asked for.
@@ -125,7 +187,7 @@ pub(crate) fn chat(tokenizer: &Tokenizer, tokens: &[OutputToken]) -> Option<Chat
 }
 
 /// A log-probability as JSON can hold it.
-pub fn finite(value: f32) -> f32 {
+fn finite(value: f32) -> f32 {
     if value.is_nan() {
         LEAST
     } else {

@@ -5,7 +5,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use twinfer_config::{FlagError, MOST_THREADS, Quantization, ServeConfig};
 use twinfer_engine::{
-    KvMemory, LoadOptions, ModelError, Sharing, default_share_dir, hub_revision, model_texts,
+    CheckedModel, KvMemory, LoadOptions, ModelError, Sharing, default_share_dir, hub_revision,
+    model_texts,
 };
 use twinfer_text::{ChatTemplate, TemplateState, Tokenizer};
 
@@ -57,10 +58,11 @@ pub fn load_model(
         workspace_bytes = checked.workspace_bytes,
         loading_bytes = checked.loading_bytes,
         available_bytes = checked.available_bytes,
-        max_model_len = checked.max_model_len,
+        max_model_len = checked.max_len,
         isa = %checked.isa,
         "model checked"
     );
+    fits(config, &checked)?;
     options.tokenizer_hash = tokenizer.content_hash().to_owned();
     let loaded = checked.load(&options).map_err(refused)?;
     // What only the values of the weights show.
@@ -82,6 +84,21 @@ pub fn load_model(
         max_model_len: u32::try_from(loaded.max_model_len).unwrap_or(u32::MAX),
         defaults,
     })
+}
+
+/// The length that was asked for must fit the KV: a request of that length would be refused otherwise.
+fn fits(config: &ServeConfig, checked: &CheckedModel) -> Result<(), ServeError> {
+    let room = checked.max_len;
+    match config.max_model_len {
+        Some(length) if length as usize > room => {
+            let allowed = format!(
+                "KV of {} bytes ({} blocks) holds {room} tokens: allow more memory or at most that length",
+                checked.kv_bytes, checked.num_blocks
+            );
+            Err(FlagError::new("max-model-len", length.to_string(), allowed).into())
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The part of [`load_model`]'s checks that needs the model's config only: lengths, drafts, instruction set, and
@@ -158,6 +175,7 @@ fn options(config: &ServeConfig) -> Result<LoadOptions<'static>, ServeError> {
         mtp: config.num_speculative_tokens > 0,
         share: config.share_weights.then(default_share_dir),
         max_drafts: config.num_speculative_tokens as usize,
+        beside: crate::room::answer_bytes(),
         ..LoadOptions::default()
     })
 }

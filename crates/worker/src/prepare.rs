@@ -7,6 +7,7 @@ use crate::kv::Claim;
 use bytes::Bytes;
 use serde_json::Value;
 use std::sync::Arc;
+use tokio::sync::OwnedSemaphorePermit;
 use twinfer_engine::{KvSource, Request};
 use twinfer_protocol::openai::{
     ChatRequest, Common, CompletionRequest, Fields, Prompt, kv_transfer_params, shown,
@@ -16,9 +17,6 @@ use twinfer_text::TextError;
 
 /// `max_tokens` of completions that say nothing.
 const COMPLETION_TOKENS: u32 = 16;
-
-/// Log-probabilities of prompt tokens that one answer may show; one takes some fifty bytes.
-const MAX_PROMPT_SCORES: u64 = 2 << 20;
 
 /// Which of the two routes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,6 +52,8 @@ pub(crate) struct Prepared {
     pub(crate) leg: Leg,
     pub(crate) requests: Vec<NewRequest>,
     pub(crate) submission: Submission,
+    /// Room for the log-probabilities of prompts.
+    pub(crate) scores: Option<OwnedSemaphorePermit>,
 }
 
 /// Splits off what names remote KV first, so that whatever is refused later releases it.
@@ -187,7 +187,13 @@ fn completion(instance: &Instance, fields: &Fields<'_>, leg: Leg) -> Result<Prep
         let known = if index == 0 { leg.prompt() } else { None };
         tokens.push(tokenise(instance, prompt, known, echo, add_special_tokens)?);
     }
-    finish(instance, Kind::Completion, common, tokens, leg, submission)
+    let open = match fields.is_null("max_tokens") {
+        // As vLLM: null, unlike a field that is not there, leaves the length open.
+        true => None,
+        false => Some(COMPLETION_TOKENS),
+    };
+    let kind = Kind::Completion;
+    finish(instance, (kind, open), common, tokens, leg, submission)
 }
 
 fn chat(instance: &Instance, fields: &Fields<'_>, leg: Leg) -> Result<Prepared, ApiError> {
@@ -203,7 +209,14 @@ fn chat(instance: &Instance, fields: &Fields<'_>, leg: Leg) -> Result<Prepared, 
         }
     };
     let tokens = vec![PromptTokens { ids, echo: None }];
-    finish(instance, Kind::Chat, common, tokens, leg, submission)
+    finish(
+        instance,
+        (Kind::Chat, None),
+        common,
+        tokens,
+        leg,
+        submission,
+    )
 }
 
 /// Places in the engine come before the work of tokenising.
@@ -264,9 +277,10 @@ fn tokenise(
     Ok(PromptTokens { ids, echo })
 }
 
+/// Beside the kind stands the length of an output that the request leaves open, if it is not as long as may be.
 fn finish(
     instance: &Instance,
-    kind: Kind,
+    (kind, open): (Kind, Option<u32>),
     common: Common,
     prompts: Vec<PromptTokens>,
     leg: Leg,
@@ -276,9 +290,9 @@ fn finish(
     let mut scored = 0;
     let cache_salt: Option<Arc<str>> = common.cache_salt.as_deref().map(Into::into);
     for (index, prompt) in prompts.iter().enumerate() {
-        let max_tokens = output_limit(instance, kind, &common, prompt.ids.len())?;
+        let max_tokens = output_limit(instance, (kind, open), &common, prompt.ids.len())?;
         let scores = scores(&common, prompt, &leg);
-        check_scores(&common, prompt, scores, &mut scored)?;
+        check_scores(instance, &common, prompt, scores, &mut scored)?;
         let claim = match &leg {
             // Nothing to fetch for a single token: its KV is computed with it.
             // Log-probabilities of a prompt need all of it computed.
@@ -333,6 +347,7 @@ fn finish(
         leg,
         requests,
         submission,
+        scores: instance.scores.take(scored)?,
     })
 }
 
@@ -353,6 +368,7 @@ fn scores(common: &Common, prompt: &PromptTokens, leg: &Leg) -> Option<u32> {
 ///
 /// Errors: they are too many.
 fn check_scores(
+    instance: &Instance,
     common: &Common,
     prompt: &PromptTokens,
     scores: Option<u32>,
@@ -363,7 +379,8 @@ fn check_scores(
     };
     let each = (u64::from(alternatives) + 1).saturating_mul(prompt.ids.len() as u64);
     *scored = scored.saturating_add(each.saturating_mul(common.n.into()));
-    if *scored <= MAX_PROMPT_SCORES {
+    let most = instance.scores.most();
+    if *scored <= most {
         return Ok(());
     }
     let param = match common.prompt_logprobs {
@@ -374,7 +391,7 @@ fn check_scores(
         param,
         format!(
             "{param} with these prompts and n {} asks for {scored} log-probabilities of prompt tokens; \
-             {MAX_PROMPT_SCORES} are allowed",
+             {most} are allowed",
             common.n
         ),
     ))
@@ -383,7 +400,7 @@ fn check_scores(
 /// Output tokens a request may have. What it asks for must fit; what it leaves open is filled up.
 fn output_limit(
     instance: &Instance,
-    kind: Kind,
+    (kind, open): (Kind, Option<u32>),
     common: &Common,
     prompt: usize,
 ) -> Result<u32, ApiError> {
@@ -428,10 +445,10 @@ fn output_limit(
         )),
         Some(asked) => Ok(asked),
         None => {
-            let open = left.min(limits.max_output_tokens);
-            Ok(match kind {
-                Kind::Completion => open.min(COMPLETION_TOKENS.max(common.sampling.min_tokens)),
-                Kind::Chat => open,
+            let most = left.min(limits.max_output_tokens);
+            Ok(match open {
+                Some(tokens) => most.min(tokens.max(common.sampling.min_tokens)),
+                None => most,
             })
         }
     }

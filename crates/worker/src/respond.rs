@@ -3,18 +3,19 @@
 use crate::app::Instance;
 use crate::engine::{ChoiceEvent, End, Generation};
 use crate::kv::Left;
-use crate::logprobs::{self, Echoed, Scored};
+use crate::logprobs::{self, Echoed, PromptLogprobs, Scored};
 use crate::metrics::InstanceMetrics;
 use crate::prepare::{Kind, Prepared, PromptTokens};
-use axum::body::Body;
+use axum::body::{Body, HttpBody};
 use axum::response::Response;
 use bytes::Bytes;
-use futures_util::stream;
+use futures_util::{StreamExt, stream};
 use http::HeaderValue;
-use http::header::CONTENT_TYPE;
+use http::header::{CONTENT_LENGTH, CONTENT_TYPE};
 use serde::Serialize;
 use std::convert::Infallible;
 use std::sync::Arc;
+use tokio::sync::OwnedSemaphorePermit;
 use twinfer_engine::{FinishReason, OutputToken, TokenLogprobs};
 use twinfer_http::sse;
 use twinfer_protocol::openai::{
@@ -36,6 +37,8 @@ pub(crate) struct Answer {
     kind: Kind,
     common: Common,
     prompts: Vec<PromptTokens>,
+    /// Room for the log-probabilities of prompts, until the answer has been sent.
+    scores: Option<OwnedSemaphorePermit>,
 }
 
 /// A choice that has ended.
@@ -95,6 +98,7 @@ impl Answer {
             kind: prepared.kind,
             common: prepared.common.clone(),
             prompts: std::mem::take(&mut prepared.prompts),
+            scores: prepared.scores.take(),
         }
     }
 
@@ -123,6 +127,19 @@ impl Answer {
 
     /// The whole answer.
     pub(crate) fn whole(
+        mut self,
+        outcome: &Outcome,
+        kv_transfer_params: Option<KvTransferParams>,
+    ) -> Result<Response, ApiError> {
+        let scores = self.scores.take();
+        let response = self.written(outcome, kv_transfer_params)?;
+        Ok(match scores {
+            None => response,
+            Some(room) => with_room(response, room),
+        })
+    }
+
+    fn written(
         &self,
         outcome: &Outcome,
         kv_transfer_params: Option<KvTransferParams>,
@@ -279,7 +296,7 @@ impl Answer {
                     logprobs,
                     top,
                 };
-                let shown = logprobs::prompt(&self.instance.tokenizer, scored);
+                let shown = PromptLogprobs::new(&self.instance.tokenizer, scored);
                 Some(SharedJson::of(&shown).map_err(|error| unwritten(&error))?)
             }
             _ => None,
@@ -568,6 +585,20 @@ pub(crate) fn json<T: Serialize>(body: &T) -> Result<Response, ApiError> {
         .headers_mut()
         .insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     Ok(response)
+}
+
+/// `response` that gives its `room` back when it has been sent, or nobody takes it any more.
+fn with_room(response: Response, room: OwnedSemaphorePermit) -> Response {
+    let (mut head, body) = response.into_parts();
+    if let Some(length) = HttpBody::size_hint(&body).exact() {
+        head.headers.insert(CONTENT_LENGTH, length.into());
+    }
+    let sent = stream::once(async move {
+        drop(room);
+        Ok(Bytes::new())
+    });
+    let body = Body::from_stream(body.into_data_stream().chain(sent));
+    Response::from_parts(head, body)
 }
 
 fn unwritten(error: &serde_json::Error) -> ApiError {

@@ -8,6 +8,7 @@ use crate::handoff::{
 };
 use crate::kv::{Fetcher, Handoff};
 use crate::load::{LoadProgress, Model, WarmEngine, warm_up};
+use crate::room::{ScoreRoom, answer_bytes};
 use crate::settings::{Settings, cpus};
 use crate::{SamplingDefaults, ServeError, load_model, routes};
 use std::net::SocketAddr;
@@ -427,6 +428,7 @@ fn connect(
         template: up.template,
         defaults: up.defaults,
         handoff,
+        scores: ScoreRoom::new(answer_bytes()),
         seed: config.seed,
         next_id: AtomicU64::new(1),
     }))

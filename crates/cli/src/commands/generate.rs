@@ -18,7 +18,7 @@ use twinfer_engine::{
 };
 use twinfer_protocol::TokenId;
 use twinfer_text::{ChatTemplate, Tokenizer};
-use twinfer_worker::{Scored, finite_logprob, prompt_logprobs};
+use twinfer_worker::{PromptLogprobs, Scored, shown_logprob};
 
 pub(crate) fn run(config: &GenerateConfig) -> Outcome {
     logging::start(config.log_format);
@@ -238,7 +238,7 @@ fn shown(result: &Generated, place: &Place, form: LineFormat, tokenizer: &Tokeni
         let others = scored.chain(output.map(|(own, _)| own));
         line["token_logprobs"] = first
             .into_iter()
-            .chain(others.map(|own| finite_logprob(own.logprob).into()))
+            .chain(others.map(|own| shown_logprob(own.logprob)))
             .collect();
     }
     if let Some(top) = place.prompt_logprobs {
@@ -247,7 +247,7 @@ fn shown(result: &Generated, place: &Place, form: LineFormat, tokenizer: &Tokeni
             logprobs: &result.prompt_logprobs,
             top,
         };
-        line["prompt_logprobs"] = prompt_logprobs(tokenizer, scored);
+        line["prompt_logprobs"] = PromptLogprobs::new(tokenizer, scored).to_value();
     }
     if let FinishReason::Error(error) = &result.finish.reason {
         line["error"] = json!(error.body().error);

@@ -253,6 +253,18 @@ impl Format {
         }
     }
 
+    /// Weights that the description calls quantised; none without one.
+    pub(super) fn announced(&self) -> impl Iterator<Item = (&str, &Value)> {
+        let entries = match self {
+            Self::ModelSlim(map) => Some(map.iter()),
+            _ => None,
+        };
+        let entries = entries.into_iter().flatten();
+        entries
+            .map(|(name, value)| (name.as_str(), value))
+            .filter(|(name, value)| name.ends_with(".weight") && *value != "FLOAT")
+    }
+
     /// The scheme of a tensor; why it is not served, with its name.
     ///
     /// `stored` is its type in the files, if it is there: with fp8 the files say which layers were left

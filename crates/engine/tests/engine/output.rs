@@ -80,6 +80,21 @@ fn a_stop_text_is_kept_if_asked_for() {
     assert_eq!(run(b"one END two", None, params).1.concat(), "one END");
 }
 
+/// As vLLM: what is kept is whatever ended the output, a token too.
+#[test]
+fn a_stop_token_is_kept_if_asked_for() {
+    for (keep, text) in [(false, "one "), (true, "one E")] {
+        let params = SamplingParams {
+            include_stop_str_in_output: keep,
+            stop_token_ids: vec![u32::from(b'E')],
+            ..SamplingParams::greedy(32)
+        };
+        let (ids, pieces, reason) = run(b"one END two", None, params);
+        assert_eq!((pieces.concat().as_str(), ids.len()), (text, 5));
+        assert_eq!(reason, FinishReason::StopToken(u32::from(b'E')));
+    }
+}
+
 #[test]
 fn what_only_looked_like_a_stop_text_is_shown() {
     let params = SamplingParams {

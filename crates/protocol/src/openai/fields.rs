@@ -87,6 +87,11 @@ impl<'a> Fields<'a> {
             .filter(|raw| raw.get() != "null")
     }
 
+    /// Is a field there, and null?
+    pub fn is_null(&self, name: &str) -> bool {
+        self.values.get(name).is_some_and(|raw| raw.get() == "null")
+    }
+
     /// Names of all fields that are not null.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.values

@@ -119,6 +119,30 @@ fn a_huge_list_of_added_tokens_is_refused() {
     }
 }
 
+/// The library gives a token another id when its own is taken or leaves a gap: texts would mean other tokens.
+#[test]
+fn an_added_token_that_cannot_have_its_id_is_refused() {
+    let model = model();
+    let path = model.path().join("tokenizer.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let whole: Value = serde_json::from_str(&text).unwrap();
+    for id in [5, 100_000] {
+        let mut tokenizer = whole.clone();
+        let mut token = whole["added_tokens"][0].clone();
+        token["id"] = json!(id);
+        token["content"] = json!("<|another|>");
+        tokenizer["added_tokens"]
+            .as_array_mut()
+            .unwrap()
+            .push(token);
+        std::fs::write(&path, tokenizer.to_string()).unwrap();
+        let message = Tokenizer::from_dir(model.path()).unwrap_err().to_string();
+        for word in ["added_tokens", "<|another|>", &id.to_string()] {
+            assert!(message.contains(word), "{message}");
+        }
+    }
+}
+
 #[test]
 fn the_hash_covers_tokenizer_and_template_only() {
     let model = model();

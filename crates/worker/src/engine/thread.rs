@@ -285,6 +285,13 @@ impl EngineThread {
                     sources: finish.sources,
                     held,
                 });
+                if let Some(End {
+                    reason: FinishReason::Error(error),
+                    ..
+                }) = &end
+                {
+                    tracing::error!(request = id.0, %error, "a request failed");
+                }
                 entry.measure(&self.metrics, &tokens, end.as_ref(), now);
                 let last = end.is_some();
                 let event = ChoiceEvent {
