@@ -107,7 +107,11 @@ fn plan_reads_the_config_and_refuses_deepseek_v4_with_the_engines_that_serve_it(
     let text = std::fs::read_to_string(config.join("deepseek_v4.json")).unwrap();
     let (code, refusal) = plan(&text);
     assert_eq!(code, Some(64), "{refusal}");
-    for part in ["deploy.yaml:1:", "DeepseekV4ForCausalLM", "vllm, vllm-ascend"] {
+    for part in [
+        "deploy.yaml:1:",
+        "DeepseekV4ForCausalLM",
+        "vllm, vllm-ascend",
+    ] {
         assert!(refusal.contains(part), "{part}: {refusal}");
     }
     assert_eq!(refusal.matches("model.path is").count(), 1, "{refusal}");
