@@ -152,7 +152,7 @@ fn a_wrong_file_exits_64_and_shows_every_mistake_with_its_line() {
     );
     for expected in [
         "deploy.yaml:1:15: model.path: /nowhere: No such file or directory",
-        "deploy.yaml:4:53: instances[0].drain-settle is -1",
+        "deploy.yaml:4:53: instances[0].drain-settle is \"-1\"",
         "deploy.yaml:5:33: port 9000 on node n is given to instance b (HTTP) and to instance a (HTTP) (line 4)",
     ] {
         assert!(
