@@ -95,7 +95,7 @@ fn plan_reads_the_config_and_refuses_deepseek_v4_with_the_engines_that_serve_it(
     let file = folder.path().join("deploy.yaml");
     std::fs::write(
         &file,
-        "model: {path: .}\nnodes: [{name: n, share-cores: true}]\ninstances: [{name: a, role: both, replicas: 2}]\n",
+        "model: {path: .}\nnodes: [{name: n, share-cores: true}]\ninstances: [{name: a, role: both, count: 2}]\n",
     )
     .unwrap();
     let plan = |config: &str| {
