@@ -1,5 +1,13 @@
+use std::ops::RangeInclusive;
+
 /// Most compute threads of an instance.
 pub const MOST_THREADS: u32 = 1024;
+
+/// Least and most bytes that `max-body-bytes` may be, at an instance and at the router.
+pub const BODY_BYTES: RangeInclusive<u64> = 1024..=1 << 30;
+
+/// Most seconds of `drain-settle` and `drain-timeout`.
+pub const MOST_SECONDS: f64 = 86_400.0;
 
 /// A flag whose value cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -72,7 +80,21 @@ pub(crate) fn positive(text: &str) -> Result<u32, String> {
 /// Reads a time in seconds that may be 0.
 pub(crate) fn seconds(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
-        Ok(value) if (0.0..=86_400.0).contains(&value) => Ok(value),
-        _ => Err("allowed: a number of seconds from 0 to 86400".to_owned()),
+        Ok(value) if (0.0..=MOST_SECONDS).contains(&value) => Ok(value),
+        _ => Err(format!(
+            "allowed: a number of seconds from 0 to {MOST_SECONDS}"
+        )),
+    }
+}
+
+/// Reads a size of request bodies.
+pub(crate) fn body_bytes(text: &str) -> Result<u64, String> {
+    match text.parse() {
+        Ok(bytes) if BODY_BYTES.contains(&bytes) => Ok(bytes),
+        _ => Err(format!(
+            "allowed: whole numbers of bytes from {} to {}",
+            BODY_BYTES.start(),
+            BODY_BYTES.end()
+        )),
     }
 }

@@ -1,4 +1,4 @@
-use crate::flag::{port, positive, whole};
+use crate::flag::{BODY_BYTES, MOST_SECONDS, body_bytes, port, positive, seconds};
 use crate::{EnvironmentKeys, LogFormat};
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
@@ -114,15 +114,18 @@ pub struct RouterConfig {
     pub max_inflight: u32,
 
     /// Largest request body, in bytes.
-    #[arg(long, default_value_t = 32 << 20, value_parser = whole)]
+    #[arg(long, default_value_t = 32 << 20, value_parser = body_bytes)]
+    #[schemars(range(min = *BODY_BYTES.start(), max = *BODY_BYTES.end()))]
     pub max_body_bytes: u64,
 
     /// Seconds after SIGTERM in which arriving requests are still served.
-    #[arg(long, default_value_t = 2.0)]
+    #[arg(long, default_value_t = 2.0, value_parser = seconds)]
+    #[schemars(range(min = 0.0, max = MOST_SECONDS))]
     pub drain_settle: f64,
 
     /// Seconds after SIGTERM after which running requests are ended with an error.
-    #[arg(long, default_value_t = 30.0)]
+    #[arg(long, default_value_t = 30.0, value_parser = seconds)]
+    #[schemars(range(min = 0.0, max = MOST_SECONDS))]
     pub drain_timeout: f64,
 
     /// File of mode 0600 that holds the key clients must present; else the environment variable

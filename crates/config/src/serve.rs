@@ -1,5 +1,7 @@
 use crate::EnvironmentKeys;
-use crate::flag::{MOST_THREADS, count, port, tokens, whole};
+use crate::flag::{
+    BODY_BYTES, MOST_SECONDS, MOST_THREADS, body_bytes, count, port, seconds, tokens, whole,
+};
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -241,16 +243,19 @@ pub struct ServeConfig {
     pub seed: u64,
 
     /// Largest request body, in bytes.
-    #[arg(long, default_value_t = 32 << 20, value_parser = whole)]
+    #[arg(long, default_value_t = 32 << 20, value_parser = body_bytes)]
+    #[schemars(range(min = *BODY_BYTES.start(), max = *BODY_BYTES.end()))]
     pub max_body_bytes: u64,
 
     /// Seconds after SIGTERM in which arriving requests are still served, so that load balancers can
     /// see that readiness is gone.
-    #[arg(long, default_value_t = 2.0)]
+    #[arg(long, default_value_t = 2.0, value_parser = seconds)]
+    #[schemars(range(min = 0.0, max = MOST_SECONDS))]
     pub drain_settle: f64,
 
     /// Seconds after SIGTERM after which running requests are ended with an error.
-    #[arg(long, default_value_t = 30.0)]
+    #[arg(long, default_value_t = 30.0, value_parser = seconds)]
+    #[schemars(range(min = 0.0, max = MOST_SECONDS))]
     pub drain_timeout: f64,
 
     /// File of mode 0600 that holds the key clients must present; else the environment variable

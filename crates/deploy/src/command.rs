@@ -86,7 +86,11 @@ pub(crate) fn serve(
         if let (Some(config), Some(check)) = (config, checks.serve)
             && let Err(error) = check(&config)
         {
-            found.push(refused(error, &prefix, at));
+            let refusal = refused(deployment, error, &prefix, at);
+            // Instances that share a mistake in the model's path say it once.
+            if !found.contains(&refusal) {
+                found.push(refusal);
+            }
         }
     }
     line.words
@@ -247,8 +251,17 @@ fn verify(
     None
 }
 
-/// What the process itself would refuse.
-fn refused(error: FlagError, prefix: &str, at: impl Fn(&str) -> Diagnostic) -> Diagnostic {
+/// What the process itself would refuse. The model stands in a section of its own.
+fn refused(
+    deployment: &Deployment,
+    error: FlagError,
+    prefix: &str,
+    at: impl Fn(&str) -> Diagnostic,
+) -> Diagnostic {
+    if error.flag == "model" {
+        let message = format!("model.path is {}", error.value);
+        return deployment.wrong(steps!["model", "path"], message, Some(error.allowed));
+    }
     let mut diagnostic = at(error.flag);
     diagnostic.message = format!("{prefix}.{} is {}", error.flag, error.value);
     diagnostic.help = Some(error.allowed);

@@ -22,7 +22,7 @@ pub struct SamplingParams {
     pub top_k: u32,
     /// Least probability relative to the best, in [0, 1].
     pub min_p: f32,
-    /// Above 0; 1 is off. Sees prompt and output.
+    /// Above 0, finite; 1 is off. Sees prompt and output.
     pub repetition_penalty: f32,
     /// In [-2, 2]; sees the output.
     pub frequency_penalty: f32,
@@ -30,6 +30,9 @@ pub struct SamplingParams {
     pub presence_penalty: f32,
     /// Added to logits.
     pub logit_bias: Vec<(TokenId, f32)>,
+    /// Token sequences that the output must not have: the last token of one may not be drawn where the output ends
+    /// with the others. None is empty.
+    pub bad_words: Vec<Vec<TokenId>>,
     /// Only these may be drawn, if given.
     pub allowed_token_ids: Option<Vec<TokenId>>,
     /// Key of the random numbers, with `choice` and the position.

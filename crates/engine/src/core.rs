@@ -7,7 +7,7 @@ use crate::blocks::BlockPool;
 use crate::output::{OutputState, piece_bytes};
 use crate::phase::Phase;
 use crate::prefix::BlockChain;
-use crate::sampler::{Sampler, SamplingLimits, check_allowed, check_length, check_prompt};
+use crate::sampler::{Sampler, check_allowed, check_length, check_prompt};
 use crate::scheduler::{FetchEnd, Hint, NewSeq, Permit, Plan, Scheduler, StepLimits};
 use crate::speculation::DraftLength;
 use crate::{
@@ -19,6 +19,7 @@ use sequence::Sequence;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use twinfer_protocol::limits::MAX_LOGPROBS;
 use twinfer_protocol::{ApiError, ErrorKind, TokenId};
 use twinfer_sys::BlockArena;
 use twinfer_text::Tokenizer;
@@ -51,7 +52,7 @@ fn score_bytes(request: &Request) -> usize {
 
 /// Most bytes that log-probabilities of prompts take in an engine of such limits.
 pub(crate) fn most_score_bytes(max_model_len: usize, seqs: usize) -> u64 {
-    let top = SamplingLimits::default().max_logprobs as usize;
+    let top = MAX_LOGPROBS as usize;
     let one = token_score_bytes(top).saturating_mul(max_model_len);
     one.saturating_mul(seqs).min(MAX_SCORE_BYTES.max(one)) as u64
 }
@@ -237,7 +238,7 @@ impl Engine {
     pub fn submit(&mut self, request: Request) -> Result<(), ApiError> {
         let vocab = self.executor.vocab_size();
         check_prompt(&request.prompt, vocab)?;
-        request.params.validate(vocab, &SamplingLimits::default())?;
+        request.params.validate(vocab)?;
         if request.kv == KvSource::Remote && request.params.prompt_logprobs.is_some() {
             let message = "prompt_logprobs is given for a prompt whose KV comes from another instance; \
                            log-probabilities of a prompt need all of it computed here";

@@ -37,7 +37,7 @@ pub use model::{Probe, ProbeRows, Tap};
 pub use outputs::{EventRef, OutputRef, StepOutput, TokenRef};
 pub use prefix::{BlockChain, BlockKey};
 pub use ranks::{RankEngine, Turn, generate_together};
-pub use sampler::{SamplingLimits, check_length, check_prompt};
+pub use sampler::{check_length, check_prompt};
 pub use sharing::{Sharing, default_share_dir};
 pub use weights::hub_revision;
 

@@ -119,11 +119,6 @@ impl StepOutput {
         })
     }
 
-    /// The events, each on its own.
-    pub fn to_events(&self) -> Vec<Event> {
-        self.events().map(|event| event.to_event()).collect()
-    }
-
     /// Takes the events out, in order; the memory stays for the next step.
     pub fn drain_events(&mut self) -> impl ExactSizeIterator<Item = Event> + '_ {
         let (tokens, logprobs, texts) = (&self.tokens, &self.logprobs, &self.text);
@@ -238,31 +233,6 @@ impl Token {
         TokenRef {
             id: self.id,
             logprobs: self.own.map(|own| (own, &all[self.top.clone()])),
-        }
-    }
-}
-
-impl EventRef<'_> {
-    /// The event on its own.
-    pub fn to_event(&self) -> Event {
-        match *self {
-            Self::Output(output) => Event::Output {
-                id: output.id,
-                prompt_logprobs: output.prompt_logprobs.to_vec(),
-                tokens: output.tokens().map(|token| token.to_token()).collect(),
-                text: output.text.to_owned(),
-                finish: output.finish.cloned(),
-            },
-            Self::KvFetch {
-                id,
-                blocks,
-                positions,
-            } => Event::KvFetch {
-                id,
-                blocks: blocks.to_vec(),
-                positions: positions.clone(),
-            },
-            Self::KvFetchCancel { id } => Event::KvFetchCancel { id },
         }
     }
 }

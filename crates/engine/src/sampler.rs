@@ -1,5 +1,5 @@
 //! From a row of logits to the next token, in vLLM's order: log-probabilities are those of the raw
-//! logits; then masks, bias and penalties; greedy stops there; then temperature, min_p, top_k, top_p and
+//! logits; then masks, bad words, bias and penalties; greedy stops there; then temperature, min_p, top_k, top_p and
 //! the draw. All of it depends on the row and on the request alone.
 
 mod math;
@@ -8,7 +8,7 @@ mod validate;
 
 pub use philox::uniform;
 pub(crate) use validate::check_allowed;
-pub use validate::{SamplingLimits, check_length, check_prompt};
+pub use validate::{check_length, check_prompt};
 
 use crate::{Logprob, OutputToken, SamplingParams};
 use std::collections::HashMap;
@@ -36,12 +36,16 @@ pub struct Sampler {
     best: Vec<(f32, TokenId)>,
 }
 
-/// What the penalties of one request have to know about its tokens. Empty if it has no penalties.
+/// What penalties and `bad_words` of one request have to know about its tokens. Empty if it has none.
 #[derive(Clone, Debug, Default)]
 pub struct TokenCounts {
     active: bool,
     /// Occurrences in the output, of every token of prompt or output.
     counts: HashMap<TokenId, u32>,
+    /// The last tokens of the output, as many as stand before the last token of the longest bad word.
+    recent: Vec<TokenId>,
+    /// Most of them.
+    keep: usize,
 }
 
 /// Where a row stands in its request.
@@ -66,7 +70,7 @@ pub enum SampleError {
     #[error("the model's logits contain NaN or no finite maximum")]
     NotFinite,
     /// Masks and biases leave no token.
-    #[error("allowed_token_ids and min_tokens together leave no token to draw")]
+    #[error("allowed_token_ids, bad_words and min_tokens together leave no token to draw")]
     NothingAllowed,
 }
 
@@ -77,9 +81,13 @@ impl TokenCounts {
             || params.frequency_penalty != 0.0
             || params.presence_penalty != 0.0;
         let seen = if active { prompt } else { &[] };
+        let longest = params.bad_words.iter().map(Vec::len).max().unwrap_or(0);
+        let keep = longest.saturating_sub(1);
         Self {
             active,
             counts: seen.iter().map(|&token| (token, 0)).collect(),
+            recent: Vec::with_capacity(keep),
+            keep,
         }
     }
 
@@ -87,6 +95,12 @@ impl TokenCounts {
     pub fn push(&mut self, token: TokenId) {
         if self.active {
             *self.counts.entry(token).or_insert(0) += 1;
+        }
+        if self.keep > 0 {
+            if self.recent.len() == self.keep {
+                self.recent.remove(0);
+            }
+            self.recent.push(token);
         }
     }
 }
@@ -157,7 +171,7 @@ impl Sampler {
         Ok(raw_logprobs(row, max, token, k as usize, best, top))
     }
 
-    /// Fills `values`: masks, bias, penalties.
+    /// Fills `values`: masks, bad words, bias, penalties.
     fn process(&mut self, row: &[f32], context: &RowContext<'_>) {
         let params = context.params;
         let values = &mut self.values;
@@ -175,6 +189,14 @@ impl Sampler {
                 }
             }
         }
+        for word in &params.bad_words {
+            // The prompt is no part of a word.
+            if let Some((&last, before)) = word.split_last()
+                && context.counts.recent.ends_with(before)
+            {
+                set(values, last, |_| f32::NEG_INFINITY);
+            }
+        }
         if context.output_len < params.min_tokens {
             for &id in context.eos.iter().chain(&params.stop_token_ids) {
                 set(values, id, |_| f32::NEG_INFINITY);
@@ -186,7 +208,12 @@ impl Sampler {
         for (&id, &count) in &context.counts.counts {
             set(values, id, |value| {
                 let r = params.repetition_penalty;
-                let value = if value > 0.0 { value / r } else { value * r };
+                // A small divisor must not make the best of many infinite.
+                let value = if value > 0.0 {
+                    (value / r).min(f32::MAX)
+                } else {
+                    value * r
+                };
                 let present = if count > 0 {
                     params.presence_penalty
                 } else {
@@ -379,6 +406,7 @@ fn changes_logits(context: &RowContext<'_>) -> bool {
     context.params.allowed_token_ids.is_some()
         || context.output_len < context.params.min_tokens
         || !context.params.logit_bias.is_empty()
+        || !context.params.bad_words.is_empty()
         || context.counts.active
 }
 

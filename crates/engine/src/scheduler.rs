@@ -460,11 +460,6 @@ impl Scheduler {
         self.cache
     }
 
-    /// Preemptions of a sequence so far.
-    pub fn preemptions_of(&self, id: RequestId) -> u32 {
-        self.seqs.get(&id).map_or(0, |seq| seq.preemptions)
-    }
-
     /// Preemptions so far.
     pub fn preemptions(&self) -> u64 {
         self.preemptions

@@ -6,6 +6,7 @@ mod error;
 mod ids;
 mod instance;
 mod kv;
+pub mod limits;
 pub mod openai;
 
 pub use error::{ApiError, ErrorBody, ErrorDetail, ErrorKind, Fault, Retry};

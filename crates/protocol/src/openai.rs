@@ -19,4 +19,4 @@ pub use response::{
     CompletionChunkChoice, CompletionLogprobs, Delta, ModelCard, ModelList, PromptTokensDetails,
     SharedJson, StopReason, Usage,
 };
-pub use sampling::{MAX_LOGPROBS, MAX_STOPS, SamplingOptions};
+pub use sampling::SamplingOptions;

@@ -4,7 +4,7 @@ use crate::RouterError;
 use std::collections::HashMap;
 use std::path::Path;
 use std::time::Duration;
-use twinfer_config::RouterConfig;
+use twinfer_config::{BODY_BYTES, MOST_SECONDS, RouterConfig};
 use twinfer_http::{Endpoint, HostPort};
 use twinfer_protocol::Role;
 
@@ -78,11 +78,11 @@ impl Times {
     pub(crate) fn read(config: &RouterConfig) -> Result<Self, RouterError> {
         let mut problems = Vec::new();
         let mut seconds = |flag: &str, value: f64, least: f64| {
-            if (least..=86_400.0).contains(&value) {
+            if (least..=MOST_SECONDS).contains(&value) {
                 Duration::try_from_secs_f64(value).unwrap_or_default()
             } else {
                 problems.push(format!(
-                    "{flag} is {value}; allowed are {least} to 86400 seconds"
+                    "{flag} is {value}; allowed are {least} to {MOST_SECONDS} seconds"
                 ));
                 Duration::ZERO
             }
@@ -101,6 +101,14 @@ impl Times {
         }
         if config.max_inflight == 0 {
             problems.push("--max-inflight is 0; allowed are 1 and more".to_owned());
+        }
+        if !BODY_BYTES.contains(&config.max_body_bytes) {
+            problems.push(format!(
+                "--max-body-bytes is {}; allowed are {} to {}",
+                config.max_body_bytes,
+                BODY_BYTES.start(),
+                BODY_BYTES.end()
+            ));
         }
         if problems.is_empty() {
             Ok(times)
@@ -312,16 +320,22 @@ mod tests {
     }
 
     #[test]
-    fn times_out_of_range_are_named() {
+    fn times_and_sizes_out_of_range_are_named() {
         let config = RouterConfig {
             idle_timeout: f64::NAN,
             max_attempts: 0,
+            max_body_bytes: 1 << 40,
+            drain_timeout: -1.0,
             ..RouterConfig::default()
         };
         let text = Times::read(&config).expect_err("bad").to_string();
-        assert!(
-            text.contains("--idle-timeout") && text.contains("--max-attempts"),
-            "{text}"
-        );
+        for flag in [
+            "--idle-timeout",
+            "--max-attempts",
+            "--max-body-bytes is 1099511627776",
+            "--drain-timeout",
+        ] {
+            assert!(text.contains(flag), "no {flag} in {text}");
+        }
     }
 }

@@ -21,9 +21,7 @@ pub use descriptors::{
     MAX_DESCRIPTORS, PeerCredentials, peer_credentials, receive_descriptors, send_descriptors,
 };
 pub use large::{LargePages, Piece, Pieces};
-pub use memory::{
-    MemoryInfo, available_memory, cgroup_memory_limit, last_level_cache_bytes, memory_info,
-};
+pub use memory::{MemoryInfo, available_memory, last_level_cache_bytes, memory_info};
 pub use process::{ExitStatus, PidFd, set_parent_death_signal};
 pub use sealed::SealedPages;
 pub use shared::{SharedWords, futex_wait, futex_wake_all};

@@ -57,12 +57,6 @@ pub fn memory_info() -> io::Result<MemoryInfo> {
     })
 }
 
-/// The cgroup's memory limit in bytes, `None` without one.
-pub fn cgroup_memory_limit() -> Option<u64> {
-    let groups = std::fs::read_to_string("/proc/self/cgroup").ok()?;
-    cgroup_room(&groups, Path::new("/sys/fs/cgroup")).map(|room| room.limit)
-}
-
 /// Bytes this process can still take: what [`MemoryInfo::available`] says, within the limit on its address space.
 ///
 /// # Errors

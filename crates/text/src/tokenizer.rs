@@ -171,6 +171,26 @@ impl Tokenizer {
         self.encode(text, add_special)
     }
 
+    /// Token sequences that spell each of `words`, as vLLM's `bad_words` has them: the word without white space in
+    /// front of it; and with one space in front, if that begins with another token and is as long: a token for
+    /// "space and word". At most two for each word.
+    ///
+    /// # Errors
+    /// Those of [`Self::encode`].
+    pub fn word_forms(&self, words: &[String]) -> Result<Vec<Vec<TokenId>>, TextError> {
+        let mut forms = Vec::with_capacity(words.len());
+        for word in words {
+            let word = word.trim_start();
+            let plain = self.encode(word, false)?;
+            let spaced = self.encode(&format!(" {word}"), false)?;
+            let other = spaced.first() != plain.first() && spaced.len() == plain.len();
+            // A normaliser may leave nothing of a word.
+            forms.extend([Some(plain), other.then_some(spaced)].into_iter().flatten());
+        }
+        forms.retain(|form| !form.is_empty());
+        Ok(forms)
+    }
+
     /// Text of the ids; bytes that are not UTF-8 become U+FFFD. `skip_special` leaves out special
     /// tokens.
     ///

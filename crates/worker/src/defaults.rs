@@ -1,5 +1,6 @@
 use serde_json::Value;
 use twinfer_engine::SamplingParams;
+use twinfer_protocol::TokenId;
 use twinfer_protocol::openai::SamplingOptions;
 use twinfer_text::ModelTexts;
 
@@ -70,16 +71,17 @@ impl SamplingDefaults {
         };
         // Better here than in an error to every client.
         defaults
-            .params(&SamplingOptions::default(), 0, 0, 1, None)
-            .validate(1, &twinfer_engine::SamplingLimits::default())
+            .params(&SamplingOptions::default(), Vec::new(), 0, 0, 1, None)
+            .validate(1)
             .map_err(|e| e.message)?;
         Ok(defaults)
     }
 
-    /// What the engine is told of a choice of a request.
+    /// What the engine is told of a choice of a request; `bad_words` are the tokens of those of `options`.
     pub(crate) fn params(
         &self,
         options: &SamplingOptions,
+        bad_words: Vec<Vec<TokenId>>,
         seed: u64,
         choice: u32,
         max_tokens: u32,
@@ -96,6 +98,7 @@ impl SamplingDefaults {
             frequency_penalty: options.frequency_penalty.unwrap_or(0.0),
             presence_penalty: options.presence_penalty.unwrap_or(0.0),
             logit_bias: options.logit_bias.clone(),
+            bad_words,
             allowed_token_ids: options.allowed_token_ids.clone(),
             seed: options.seed.unwrap_or(seed),
             choice,

@@ -105,8 +105,8 @@ fn fits(config: &ServeConfig, checked: &CheckedModel) -> Result<(), ServeError> 
 /// memory for KV, which holds at least one block.
 ///
 /// # Errors
-/// [`ServeError::Flag`] for a flag that does not fit the model or this machine; [`ServeError::Model`] for a model
-/// whose config cannot be read.
+/// [`ServeError::Flag`] for a flag that does not fit the model or this machine, and, as `model`, for a config that
+/// is not served; [`ServeError::Model`] for a model whose config cannot be read.
 pub fn check_model_config(config: &ServeConfig) -> Result<(), ServeError> {
     /// Less is a mistake whatever the model.
     const PAGE: u64 = 4096;
@@ -129,6 +129,9 @@ pub fn check_model_config(config: &ServeConfig) -> Result<(), ServeError> {
             value,
             allowed,
         }) => Err(FlagError::new(field, value, format!("allowed: {allowed}")).into()),
+        Err(ModelError::Config { path, source }) => {
+            Err(FlagError::new("model", path.display(), source.to_string()).into())
+        }
         Err(error) => Err(ServeError::Model(error.to_string())),
     }
 }

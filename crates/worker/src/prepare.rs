@@ -288,6 +288,10 @@ fn finish(
 ) -> Result<Prepared, ApiError> {
     let mut requests = Vec::with_capacity(prompts.len() * common.n as usize);
     let mut scored = 0;
+    let bad_words = instance
+        .tokenizer
+        .word_forms(&common.sampling.bad_words)
+        .map_err(|error| ApiError::from(error).with_param("bad_words"))?;
     let cache_salt: Option<Arc<str>> = common.cache_salt.as_deref().map(Into::into);
     for (index, prompt) in prompts.iter().enumerate() {
         let max_tokens = output_limit(instance, (kind, open), &common, prompt.ids.len())?;
@@ -306,6 +310,7 @@ fn finish(
         for choice in 0..common.n {
             let mut params = instance.defaults.params(
                 &common.sampling,
+                bad_words.clone(),
                 instance.seed,
                 choice,
                 max_tokens,

@@ -2,11 +2,9 @@ use crate::ServeError;
 use std::fmt::Display;
 use std::time::Duration;
 use twinfer_config::model::parse_bytes;
-use twinfer_config::{CoreSet, FlagError, MOST_THREADS, ServeConfig};
+use twinfer_config::{BODY_BYTES, CoreSet, FlagError, MOST_SECONDS, MOST_THREADS, ServeConfig};
 use twinfer_engine::{EngineConfig, MAX_DRAFTS};
 
-/// Longest settle and drain times.
-const MAX_SECONDS: f64 = 86_400.0;
 /// Longest name of an instance or model.
 const MAX_NAME: usize = 128;
 
@@ -56,7 +54,12 @@ impl Settings {
             ),
             ("kv-lease", config.kv_lease.into(), 1, 86_400),
             ("kv-timeout", config.kv_timeout.into(), 1, 86_400),
-            ("max-body-bytes", config.max_body_bytes, 1024, 1 << 30),
+            (
+                "max-body-bytes",
+                config.max_body_bytes,
+                *BODY_BYTES.start(),
+                *BODY_BYTES.end(),
+            ),
             (
                 "threads",
                 config.threads.unwrap_or(1).into(),
@@ -81,10 +84,10 @@ impl Settings {
         }
         cpus(config)?;
         let seconds = |flag, value: f64| {
-            if (0.0..=MAX_SECONDS).contains(&value) {
+            if (0.0..=MOST_SECONDS).contains(&value) {
                 return Ok(Duration::from_secs_f64(value));
             }
-            let allowed = format!("0 to {MAX_SECONDS} are allowed");
+            let allowed = format!("0 to {MOST_SECONDS} are allowed");
             Err(ServeError::from(FlagError::new(flag, value, allowed)))
         };
         let (settle, deadline) = (

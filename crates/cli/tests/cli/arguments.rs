@@ -171,8 +171,23 @@ fn wrong_arguments_and_files_have_their_exit_codes_and_are_named() {
         ),
         (
             &["serve", model, "--drain-settle", "-1"],
-            64,
-            "drain-settle is -1; 0 to 86400",
+            2,
+            "seconds from 0 to 86400",
+        ),
+        (
+            &["serve", model, "--max-body-bytes", "1023"],
+            2,
+            "from 1024 to 1073741824",
+        ),
+        (
+            &["router", "--drain-timeout", "nan"],
+            2,
+            "seconds from 0 to 86400",
+        ),
+        (
+            &["router", "--max-body-bytes", "1073741825"],
+            2,
+            "from 1024 to 1073741824",
         ),
         (
             &["serve", model, "--max-model-len", "1"],

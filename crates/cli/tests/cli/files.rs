@@ -1,5 +1,6 @@
 use crate::{model, run, stderr, stdout, twinfer};
 use serde_json::Value;
+use std::path::Path;
 
 /// What `init` prints can be planned as it is.
 #[test]
@@ -87,6 +88,39 @@ fn plan_holds_flags_against_the_model_and_the_processor() {
     assert_eq!(plan("max-model-len: 128").0, Some(0));
 }
 
+/// A plan of a model that the native engine refuses was made, and the refusal came only at the start.
+#[test]
+fn plan_reads_the_config_and_refuses_deepseek_v4_with_the_engines_that_serve_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("deploy.yaml");
+    std::fs::write(
+        &file,
+        "model: {path: .}\nnodes: [{name: n, share-cores: true}]\ninstances: [{name: a, role: both, count: 2}]\n",
+    )
+    .unwrap();
+    let plan = |config: &str| {
+        std::fs::write(folder.path().join("config.json"), config).unwrap();
+        let output = run(twinfer().arg("plan").arg(&file));
+        (output.status.code(), stderr(&output))
+    };
+    let config = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata/configs");
+    let text = std::fs::read_to_string(config.join("deepseek_v4.json")).unwrap();
+    let (code, refusal) = plan(&text);
+    assert_eq!(code, Some(64), "{refusal}");
+    for part in [
+        "deploy.yaml:1:",
+        "DeepseekV4ForCausalLM",
+        "vllm, vllm-ascend",
+    ] {
+        assert!(refusal.contains(part), "{part}: {refusal}");
+    }
+    assert_eq!(refusal.matches("model.path is").count(), 1, "{refusal}");
+    // Read in full: a field of it that is wrong is named.
+    let (code, refusal) = plan(&text.replace("\"compress_ratios\"", "\"ratios\""));
+    assert_eq!(code, Some(64), "{refusal}");
+    assert!(refusal.contains("compress_ratios"), "{refusal}");
+}
+
 /// Mistakes of shape, of several values together and of single flags, each at its line.
 #[test]
 fn a_wrong_file_exits_64_and_shows_every_mistake_with_its_line() {
@@ -118,7 +152,7 @@ fn a_wrong_file_exits_64_and_shows_every_mistake_with_its_line() {
     );
     for expected in [
         "deploy.yaml:1:15: model.path: /nowhere: No such file or directory",
-        "deploy.yaml:4:53: instances[0].drain-settle is -1",
+        "deploy.yaml:4:53: instances[0].drain-settle is \"-1\"",
         "deploy.yaml:5:33: port 9000 on node n is given to instance b (HTTP) and to instance a (HTTP) (line 4)",
     ] {
         assert!(

@@ -358,3 +358,52 @@ proptest! {
         prop_assert!(row.iter().all(|&v| v <= row[a as usize]));
     }
 }
+
+/// Words were refused with "use logit_bias", which cannot forbid words of several tokens.
+#[test]
+fn a_bad_word_ends_where_the_output_spells_its_beginning_and_nowhere_else() {
+    let row = [1.0, 2.0, 3.0, 4.0, 5.0f32];
+    let params = SamplingParams {
+        bad_words: vec![vec![4], vec![1, 2, 3], vec![0, 0, 2]],
+        ..SamplingParams::greedy(9)
+    };
+    let drawn = |output: &[TokenId]| {
+        // The prompt spells a beginning too; it does not count.
+        let mut counts = TokenCounts::new(&params, &[1, 2]);
+        output.iter().for_each(|&token| counts.push(token));
+        let context = greedy_context(&params, &counts);
+        Sampler::default().sample(&row, &context).unwrap().id
+    };
+    assert_eq!(drawn(&[]), 3, "4 alone is a word");
+    assert_eq!(drawn(&[2]), 3);
+    assert_eq!(drawn(&[1, 2]), 2, "1 2 3 is a word");
+    assert_eq!(drawn(&[1, 1, 1, 2]), 2);
+    assert_eq!(drawn(&[1, 2, 2]), 3);
+    assert_eq!(drawn(&[2, 1]), 3);
+    let all = SamplingParams {
+        bad_words: (0..5).map(|id| vec![id]).collect(),
+        ..params
+    };
+    let counts = TokenCounts::new(&all, &[1]);
+    assert_eq!(
+        Sampler::default().sample(&row, &greedy_context(&all, &counts)),
+        Err(SampleError::NothingAllowed)
+    );
+}
+
+/// 0.001 was the least. So small a divisor makes logits infinite.
+#[test]
+fn any_repetition_penalty_above_0_leaves_a_token_to_draw() {
+    for (penalty, greedy, expected) in [(1e-38, true, 0), (1e38, true, 1), (1e-38, false, 0)] {
+        let params = SamplingParams {
+            repetition_penalty: penalty,
+            temperature: if greedy { 0.0 } else { 1.0 },
+            ..SamplingParams::greedy(9)
+        };
+        assert_eq!(params.validate(3), Ok(()));
+        let counts = TokenCounts::new(&params, &[0, 2]);
+        let context = greedy_context(&params, &counts);
+        let drawn = Sampler::default().sample(&[5e2, 2.0, -1.0], &context);
+        assert_eq!(drawn.unwrap().id, expected, "{penalty}");
+    }
+}

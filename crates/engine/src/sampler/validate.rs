@@ -3,34 +3,13 @@
 use crate::SamplingParams;
 use std::fmt::Display;
 use std::ops::RangeInclusive;
+use twinfer_protocol::limits::{
+    MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_BYTES, MAX_STOP_TOKEN_IDS, MAX_STOPS,
+};
 use twinfer_protocol::{ApiError, ErrorKind, TokenId};
 
-/// Sizes that a request may not exceed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct SamplingLimits {
-    /// Alternatives per token in `logprobs`.
-    pub max_logprobs: u32,
-    /// Strings in `stop`.
-    pub max_stop: usize,
-    /// Bytes of one string in `stop`.
-    pub max_stop_bytes: usize,
-    /// Entries of `stop_token_ids`.
-    pub max_stop_token_ids: usize,
-    /// Entries of `logit_bias`.
-    pub max_logit_bias: usize,
-}
-
-impl Default for SamplingLimits {
-    fn default() -> Self {
-        Self {
-            max_logprobs: 20,
-            max_stop: 64,
-            max_stop_bytes: 1024,
-            max_stop_token_ids: 256,
-            max_logit_bias: 4096,
-        }
-    }
-}
+/// Token sequences of one word in `bad_words`: without and with a space in front.
+const WORD_FORMS: usize = 2;
 
 impl SamplingParams {
     /// Greedy, `max_tokens` tokens, nothing else: what a request means that asks for no more.
@@ -44,6 +23,7 @@ impl SamplingParams {
             frequency_penalty: 0.0,
             presence_penalty: 0.0,
             logit_bias: Vec::new(),
+            bad_words: Vec::new(),
             allowed_token_ids: None,
             seed: 0,
             choice: 0,
@@ -63,7 +43,7 @@ impl SamplingParams {
     ///
     /// # Errors
     /// `InvalidRequest` with the field as `param`.
-    pub fn validate(&self, vocab: usize, limits: &SamplingLimits) -> Result<(), ApiError> {
+    pub fn validate(&self, vocab: usize) -> Result<(), ApiError> {
         in_range(
             "temperature",
             self.temperature,
@@ -74,12 +54,14 @@ impl SamplingParams {
             return Err(refuse("top_p", self.top_p, "above 0 and at most 1"));
         }
         in_range("min_p", self.min_p, 0.0..=1.0, "0 to 1")?;
-        in_range(
-            "repetition_penalty",
-            self.repetition_penalty,
-            0.001..=1000.0,
-            "0.001 to 1000",
-        )?;
+        if !(self.repetition_penalty > 0.0 && self.repetition_penalty.is_finite()) {
+            let allowed = "finite numbers above 0";
+            return Err(refuse(
+                "repetition_penalty",
+                self.repetition_penalty,
+                allowed,
+            ));
+        }
         in_range(
             "frequency_penalty",
             self.frequency_penalty,
@@ -100,20 +82,20 @@ impl SamplingParams {
             ("logprobs", self.logprobs),
             ("prompt_logprobs", self.prompt_logprobs),
         ] {
-            if let Some(k) = k.filter(|&k| k > limits.max_logprobs) {
-                let allowed = format!("0 to {}", limits.max_logprobs);
+            if let Some(k) = k.filter(|&k| k > MAX_LOGPROBS) {
+                let allowed = format!("0 to {MAX_LOGPROBS}");
                 return Err(refuse(field, k, &allowed));
             }
         }
-        self.validate_ids(vocab, limits)?;
-        self.validate_stops(limits)
+        self.validate_ids(vocab)?;
+        self.validate_stops()
     }
 
-    fn validate_ids(&self, vocab: usize, limits: &SamplingLimits) -> Result<(), ApiError> {
+    fn validate_ids(&self, vocab: usize) -> Result<(), ApiError> {
         at_most(
             "logit_bias",
             self.logit_bias.len(),
-            limits.max_logit_bias,
+            MAX_LOGIT_BIASES,
             "entries",
         )?;
         for &(id, bias) in &self.logit_bias {
@@ -129,11 +111,26 @@ impl SamplingParams {
         at_most(
             "stop_token_ids",
             self.stop_token_ids.len(),
-            limits.max_stop_token_ids,
+            MAX_STOP_TOKEN_IDS,
             "entries",
         )?;
         for &id in &self.stop_token_ids {
             check_id("stop_token_ids", id, vocab)?;
+        }
+        at_most(
+            "bad_words",
+            self.bad_words.len(),
+            MAX_BAD_WORDS * WORD_FORMS,
+            "token sequences",
+        )?;
+        for word in &self.bad_words {
+            if word.is_empty() {
+                let allowed = "words of at least one token";
+                return Err(refuse("bad_words", "[[]]", allowed));
+            }
+            for &id in word {
+                check_id("bad_words", id, vocab)?;
+            }
         }
         if let Some(allowed) = &self.allowed_token_ids {
             if allowed.is_empty() {
@@ -151,14 +148,14 @@ impl SamplingParams {
         Ok(())
     }
 
-    fn validate_stops(&self, limits: &SamplingLimits) -> Result<(), ApiError> {
-        at_most("stop", self.stop.len(), limits.max_stop, "strings")?;
+    fn validate_stops(&self) -> Result<(), ApiError> {
+        at_most("stop", self.stop.len(), MAX_STOPS, "strings")?;
         for (index, stop) in self.stop.iter().enumerate() {
-            if stop.is_empty() || stop.len() > limits.max_stop_bytes {
+            if stop.is_empty() || stop.len() > MAX_STOP_BYTES {
                 let message = format!(
                     "stop[{index}] has {} bytes; allowed are 1 to {}",
                     stop.len(),
-                    limits.max_stop_bytes
+                    MAX_STOP_BYTES
                 );
                 return Err(ApiError::invalid("stop", message));
             }
@@ -270,21 +267,20 @@ fn refuse(param: &str, value: impl Display, allowed: &str) -> ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use twinfer_protocol::openai::CompletionRequest;
 
     const VOCAB: usize = 512;
 
     fn refusal(change: impl FnOnce(&mut SamplingParams)) -> ApiError {
         let mut params = SamplingParams::greedy(16);
         change(&mut params);
-        params
-            .validate(VOCAB, &SamplingLimits::default())
-            .unwrap_err()
+        params.validate(VOCAB).unwrap_err()
     }
 
     fn accept(change: impl FnOnce(&mut SamplingParams)) {
         let mut params = SamplingParams::greedy(16);
         change(&mut params);
-        assert_eq!(params.validate(VOCAB, &SamplingLimits::default()), Ok(()));
+        assert_eq!(params.validate(VOCAB), Ok(()));
     }
 
     fn assert_names(error: &ApiError, param: &str, value: &str) {
@@ -352,6 +348,7 @@ mod tests {
         );
         accept(|p| {
             p.temperature = 5.0;
+            p.repetition_penalty = 1e-6;
             p.top_p = 1e-9;
             p.min_p = 1.0;
             p.logprobs = Some(20);
@@ -372,6 +369,11 @@ mod tests {
             assert_names(
                 &refusal(|p| p.stop_token_ids = vec![1, id]),
                 "stop_token_ids",
+                &shown,
+            );
+            assert_names(
+                &refusal(|p| p.bad_words = vec![vec![1], vec![2, id]]),
+                "bad_words",
                 &shown,
             );
             let allowed = refusal(|p| p.allowed_token_ids = Some(vec![1, id]));
@@ -406,6 +408,16 @@ mod tests {
             "stop_token_ids",
             "100000",
         );
+        assert_names(
+            &refusal(|p| p.bad_words = vec![vec![1]; 100_000]),
+            "bad_words",
+            "100000",
+        );
+        assert_names(
+            &refusal(|p| p.bad_words = vec![Vec::new()]),
+            "bad_words",
+            "[[]]",
+        );
         let allowed = refusal(|p| p.allowed_token_ids = Some(vec![1; 100_000]));
         assert_names(&allowed, "allowed_token_ids", "100000");
         assert_names(
@@ -428,6 +440,51 @@ mod tests {
             "stop",
             "stop[1]",
         );
+    }
+
+    /// HTTP let 1024 stop tokens pass and the engine refused the request; 64 stop texts were the other way round.
+    #[test]
+    fn what_http_reads_the_engine_takes_up_to_the_same_sizes() {
+        let read = |more: usize| {
+            let list = |n: usize, what: &dyn Fn(usize) -> String| {
+                (0..n + more).map(what).collect::<Vec<_>>().join(",")
+            };
+            [
+                (
+                    "stop",
+                    format!("[{}]", list(MAX_STOPS, &|i| format!("\"{i}\""))),
+                ),
+                (
+                    "stop_token_ids",
+                    format!("[{}]", list(MAX_STOP_TOKEN_IDS, &|i| i.to_string())),
+                ),
+                (
+                    "logit_bias",
+                    format!("{{{}}}", list(MAX_LOGIT_BIASES, &|i| format!("\"{i}\":1"))),
+                ),
+                ("stop", format!("\"{}\"", "x".repeat(MAX_STOP_BYTES + more))),
+                ("logprobs", (MAX_LOGPROBS as usize + more).to_string()),
+            ]
+        };
+        for ((name, full), (_, over)) in read(0).into_iter().zip(read(1)) {
+            let body = |value: &str| format!("{{\"prompt\":\"x\",\"{name}\":{value}}}");
+            let parse = |value: &str| CompletionRequest::parse(body(value).as_bytes());
+            let common = parse(&full).expect(name).common;
+            let params = SamplingParams {
+                stop: common.sampling.stop,
+                stop_token_ids: common.sampling.stop_token_ids,
+                logit_bias: common.sampling.logit_bias,
+                logprobs: common.logprobs,
+                ..SamplingParams::greedy(1)
+            };
+            assert_eq!(params.validate(2048), Ok(()), "{name}");
+            assert!(parse(&over).is_err(), "{name}");
+        }
+        refusal(|p| p.stop = vec!["x".to_owned(); MAX_STOPS + 1]);
+        refusal(|p| p.stop = vec!["x".repeat(MAX_STOP_BYTES + 1)]);
+        refusal(|p| p.stop_token_ids = vec![1; MAX_STOP_TOKEN_IDS + 1]);
+        refusal(|p| p.logit_bias = vec![(1, 0.0); MAX_LOGIT_BIASES + 1]);
+        refusal(|p| p.logprobs = Some(MAX_LOGPROBS + 1));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 use super::fields::{Fields, read, shown};
 use super::prompt::Prompt;
-use super::sampling::{MAX_LOGPROBS, SamplingOptions};
+use super::sampling::SamplingOptions;
+use crate::limits::MAX_LOGPROBS;
 use crate::{ApiError, ErrorKind, KvTransferParams};
 use serde_json::value::RawValue;
 use serde_json::{Map, Value};
@@ -43,7 +44,6 @@ const UNSUPPORTED: &[(&str, &[&str], &str)] = &[
     ("guided_whitespace_pattern", &[], NO_GRAMMAR),
     ("structured_outputs", &[], NO_GRAMMAR),
     ("structural_tag", &[], NO_GRAMMAR),
-    ("bad_words", &["[]"], "use logit_bias"),
     ("truncate_prompt_tokens", &[], "send a prompt that fits"),
     (
         "logits_processors",

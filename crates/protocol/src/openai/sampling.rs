@@ -1,18 +1,16 @@
 use super::fields::{Fields, number, read, shown};
 use super::prompt::token_id;
+use crate::limits::{
+    MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_BYTES, MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+};
 use crate::{ApiError, TokenId};
 use serde::de::{IgnoredAny, MapAccess, Visitor};
 use serde_json::value::RawValue;
 use std::fmt;
 
-/// Most log-probabilities per position.
-pub const MAX_LOGPROBS: u32 = 20;
-/// Most stop strings.
-pub const MAX_STOPS: usize = 32;
-/// Longest stop string, in bytes.
-const MAX_STOP_BYTES: usize = 1024;
-/// Most entries of `logit_bias`, `stop_token_ids`.
-const MAX_BIASES: usize = 1024;
+/// Biases beyond are cut to it, as vLLM does.
+const MAX_BIAS: f32 = 100.0;
 
 /// What bounds a number of output tokens.
 const CONTEXT: &str = "what the model's context leaves";
@@ -35,10 +33,12 @@ pub struct SamplingOptions {
     pub frequency_penalty: Option<f32>,
     /// `presence_penalty`.
     pub presence_penalty: Option<f32>,
-    /// `logit_bias`.
+    /// `logit_bias`, -100 to 100.
     pub logit_bias: Vec<(TokenId, f32)>,
     /// `allowed_token_ids`.
     pub allowed_token_ids: Option<Vec<TokenId>>,
+    /// `bad_words`: each has a character that is no white space.
+    pub bad_words: Vec<String>,
     /// `seed`; negative ones keep their bits.
     pub seed: Option<u64>,
     /// `max_completion_tokens`, else `max_tokens`.
@@ -89,6 +89,9 @@ impl SamplingOptions {
                 .transpose()?
                 .unwrap_or_default(),
             allowed_token_ids: fields.token_ids("allowed_token_ids")?,
+            bad_words: fields
+                .list("bad_words", MAX_BAD_WORDS, bad_word)?
+                .unwrap_or_default(),
             seed: seed.map(i64::cast_unsigned),
             max_tokens: newer.or(older),
             max_tokens_field,
@@ -96,7 +99,7 @@ impl SamplingOptions {
             ignore_eos: fields.boolean("ignore_eos")?.unwrap_or(false),
             stop: stop(fields)?,
             stop_token_ids: fields
-                .list("stop_token_ids", MAX_BIASES, token_id)?
+                .list("stop_token_ids", MAX_STOP_TOKEN_IDS, token_id)?
                 .unwrap_or_default(),
             include_stop_str_in_output: fields
                 .boolean("include_stop_str_in_output")?
@@ -158,6 +161,20 @@ fn stop_text(raw: &RawValue, name: &str) -> Result<String, ApiError> {
     Ok(text)
 }
 
+fn bad_word(raw: &RawValue, name: &str) -> Result<String, ApiError> {
+    let word: String = read(raw, name, "a string")?;
+    if word.trim_start().is_empty() || word.len() > MAX_BAD_WORD_BYTES {
+        return Err(ApiError::invalid(
+            name,
+            format!(
+                "{name} is {:?}; 1 to {MAX_BAD_WORD_BYTES} bytes are permitted, not all of them white space",
+                shown(&word)
+            ),
+        ));
+    }
+    Ok(word)
+}
+
 fn logit_bias(raw: &RawValue) -> Result<Vec<(TokenId, f32)>, ApiError> {
     let name = "logit_bias";
     let mut de = serde_json::Deserializer::from_str(raw.get());
@@ -175,10 +192,12 @@ fn entry(
     value: &RawValue,
 ) -> Result<(TokenId, f32), ApiError> {
     let name = "logit_bias";
-    if biases.len() == MAX_BIASES {
+    if biases.len() == MAX_LOGIT_BIASES {
         return Err(ApiError::invalid(
             name,
-            format!("{name} has more than {MAX_BIASES} entries; {MAX_BIASES} are permitted"),
+            format!(
+                "{name} has more than {MAX_LOGIT_BIASES} entries; {MAX_LOGIT_BIASES} are permitted"
+            ),
         ));
     }
     let Ok(id) = key.parse::<TokenId>() else {
@@ -193,7 +212,8 @@ fn entry(
             format!("{name} has token {id} twice; once is permitted"),
         ));
     }
-    Ok((id, number(value, &format!("{name}[{id}]"))?))
+    let bias = number(value, &format!("{name}[{id}]"))?;
+    Ok((id, bias.clamp(-MAX_BIAS, MAX_BIAS)))
 }
 
 impl<'de> Visitor<'de> for BiasVisitor {
@@ -231,7 +251,7 @@ mod tests {
     #[test]
     fn null_is_the_same_as_absent() {
         let nulls = r#"{"temperature":null,"top_k":null,"stop":null,"max_tokens":null,"seed":null,
-            "logit_bias":null,"min_tokens":null,"ignore_eos":null,"stop_token_ids":null,
+            "logit_bias":null,"bad_words":null,"min_tokens":null,"ignore_eos":null,"stop_token_ids":null,
             "allowed_token_ids":null,"skip_special_tokens":null}"#;
         assert_eq!(options(nulls).unwrap(), options("{}").unwrap());
         assert_eq!(
@@ -266,6 +286,10 @@ mod tests {
             (r#"{"logit_bias":{"x":1}}"#, "logit_bias"),
             (r#"{"logit_bias":{"1":"x"}}"#, "logit_bias[1]"),
             (r#"{"logit_bias":[]}"#, "logit_bias"),
+            (r#"{"bad_words":"x"}"#, "bad_words"),
+            (r#"{"bad_words":["x",""]}"#, "bad_words[1]"),
+            (r#"{"bad_words":[" \n"]}"#, "bad_words[0]"),
+            (r#"{"bad_words":[5]}"#, "bad_words[0]"),
         ] {
             assert_eq!(
                 options(body).unwrap_err().param.as_deref(),
@@ -282,8 +306,19 @@ mod tests {
         let stops = vec!["\"x\""; 40].join(",");
         let refused = options(&format!("{{\"stop\":[{stops}]}}")).unwrap_err();
         assert!(refused.message.contains("more than 32"), "{refused}");
+        let words = vec!["\"x\""; 300].join(",");
+        let refused = options(&format!("{{\"bad_words\":[{words}]}}")).unwrap_err();
+        assert!(refused.message.contains("more than 256"), "{refused}");
         let long = "x".repeat(1 << 20);
         assert!(options(&format!("{{\"stop\":\"{long}\"}}")).is_err());
+        assert!(options(&format!("{{\"bad_words\":[\"{long}\"]}}")).is_err());
+    }
+
+    /// They were refused.
+    #[test]
+    fn biases_beyond_100_are_cut_as_vllm_does() {
+        let given = options(r#"{"logit_bias":{"1":100.5,"2":-1e9,"3":-7}}"#).unwrap();
+        assert_eq!(given.logit_bias, [(1, 100.0), (2, -100.0), (3, -7.0)]);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Model directories as they come: ids at several places, broken and missing files, templates (C6.9).
 
-use crate::common::dir;
+use crate::common::{dir, tokenizer};
 use serde_json::{Value, json};
 use std::path::Path;
 use twinfer_text::{ChatTemplate, TemplateError, TemplateState, TextError, Tokenizer};
@@ -427,4 +427,24 @@ fn links_out_of_the_directory_are_refused_and_those_of_the_hub_are_followed() {
     std::fs::copy(model().path().join("tokenizer.json"), blobs.join("hash")).unwrap();
     symlink("../../blobs/hash", snapshot.join("tokenizer.json")).unwrap();
     load(&snapshot).unwrap();
+}
+
+/// What `bad_words` forbids: vLLM's rule.
+#[test]
+fn word_forms_are_the_word_and_the_word_behind_a_space_where_that_is_as_many_tokens() {
+    let tokenizer = tokenizer("llama3");
+    let id = |name: &str| tokenizer.token_id(name).unwrap();
+    let forms = |word: &str| tokenizer.word_forms(&[word.to_owned()]).unwrap();
+    let single = [vec![id("a")], vec![id("\u{120}a")]];
+    assert_eq!(forms("a"), single);
+    assert_eq!(forms(" \na"), single, "white space in front does not count");
+    // Behind a space it is one token more: what spells "7" ends it there too.
+    assert_eq!(tokenizer.encode(" 7", false).unwrap().len(), 2);
+    assert_eq!(forms("7"), [vec![id("7")]]);
+    let several = forms("a7");
+    assert_eq!(
+        several,
+        [vec![id("a"), id("7")], vec![id("\u{120}a"), id("7")]]
+    );
+    assert!(forms(" ").is_empty());
 }

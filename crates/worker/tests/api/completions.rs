@@ -260,6 +260,30 @@ async fn stop_texts_never_show_and_reasons_are_told() {
     );
 }
 
+/// They were refused.
+#[tokio::test]
+async fn bad_words_are_not_in_the_answer() {
+    let server = Server::start(Default::default()).await;
+    let ask = async |words: &[&str]| {
+        let body =
+            json!({"prompt": "say:abcabd|", "max_tokens": 9, "temperature": 0, "bad_words": words});
+        let whole = server.client.complete(&body).await;
+        whole["choices"][0]["text"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned()
+    };
+    assert_eq!(ask(&[]).await, "abcabd");
+    assert!(
+        ask(&["abc"]).await.starts_with("ab"),
+        "only its end is forbidden"
+    );
+    assert!(!ask(&["abc"]).await.contains("abc"));
+    assert_eq!(ask(&["bd", "x"]).await.get(..5), Some("abcab"));
+    let body = json!({"prompt": "x", "bad_words": ["x", "  "]});
+    assert_eq!(server.client.post(PATH, &body).await.error().0, 400);
+}
+
 /// C5.5.
 #[tokio::test]
 async fn no_chunk_ends_inside_a_character() {

@@ -7,9 +7,7 @@ use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
 use twinfer_config::{GenerateConfig, LineFormat};
-use twinfer_engine::{
-    KvSource, Request, RequestId, SamplingLimits, SamplingParams, check_length, check_prompt,
-};
+use twinfer_engine::{KvSource, Request, RequestId, SamplingParams, check_length, check_prompt};
 use twinfer_protocol::openai::{ChatRequest, Common, CompletionRequest, Prompt, SamplingOptions};
 use twinfer_protocol::{ApiError, TokenId};
 use twinfer_text::{ChatTemplate, Tokenizer};
@@ -140,7 +138,7 @@ impl Source<'_> {
                 let choices = common.map_or(1, |common| common.n);
                 let leader = (choices > 1).then_some(RequestId(requests.len() as u64));
                 for choice in 0..choices {
-                    let params = self.params(&given, choice);
+                    let params = self.params(&given, choice).map_err(wrong)?;
                     self.check(prompt, &params).map_err(wrong)?;
                     let own = common.and_then(|common| common.sampling.max_tokens);
                     if own.is_none() && params.max_tokens < self.config.max_tokens {
@@ -235,7 +233,7 @@ impl Source<'_> {
     }
 
     /// The request's own values, else those of the flags.
-    fn params(&self, given: &Given<'_>, choice: u32) -> SamplingParams {
+    fn params(&self, given: &Given<'_>, choice: u32) -> Result<SamplingParams, ApiError> {
         let (flags, common) = (self.config, given.common);
         let none = SamplingOptions {
             skip_special_tokens: true,
@@ -247,7 +245,8 @@ impl Source<'_> {
             .saturating_sub(u32::try_from(given.ids.len()).unwrap_or(u32::MAX))
             .max(1);
         let max_tokens = own.max_tokens.unwrap_or_else(|| flags.max_tokens.min(room));
-        SamplingParams {
+        let bad_words = self.tokenizer.word_forms(&own.bad_words)?;
+        Ok(SamplingParams {
             temperature: own.temperature.unwrap_or(flags.temperature),
             top_p: own.top_p.unwrap_or(flags.top_p),
             top_k: own.top_k.unwrap_or(flags.top_k),
@@ -256,6 +255,7 @@ impl Source<'_> {
             frequency_penalty: own.frequency_penalty.unwrap_or(0.0),
             presence_penalty: own.presence_penalty.unwrap_or(0.0),
             logit_bias: own.logit_bias.clone(),
+            bad_words,
             allowed_token_ids: own.allowed_token_ids.clone(),
             seed: own.seed.unwrap_or(flags.seed),
             choice,
@@ -268,12 +268,12 @@ impl Source<'_> {
             logprobs: common.and_then(|common| common.logprobs),
             prompt_logprobs: given.scores(max_tokens),
             skip_special_tokens: own.skip_special_tokens,
-        }
+        })
     }
 
     fn check(&self, prompt: &[TokenId], params: &SamplingParams) -> Result<(), ApiError> {
         check_prompt(prompt, self.vocab)?;
-        params.validate(self.vocab, &SamplingLimits::default())?;
+        params.validate(self.vocab)?;
         check_length(prompt.len(), params.max_tokens, self.max_len)
     }
 }
