@@ -213,7 +213,8 @@ async fn too_many_log_probabilities_of_prompts_are_refused_by_name() {
 #[tokio::test]
 async fn log_probabilities_that_nobody_takes_are_bounded_over_all_requests() {
     let server = Server::with(|config| config.max_waiting = 1000).await;
-    let body = json!({"prompt": vec![97; CONTEXT - 1], "prompt_logprobs": 20, "max_tokens": 1, "n": 64});
+    let body =
+        json!({"prompt": vec![97; CONTEXT - 1], "prompt_logprobs": 20, "max_tokens": 1, "n": 64});
     let mut unread = Vec::new();
     let refused = loop {
         let answer = server.client.open(PATH, &body).await;

@@ -59,7 +59,8 @@ pub(super) fn measure(plan: &Plan, measured: &mut Measured) -> Result<()> {
         .iter()
         .position(|candidate| candidate.policy == PhasePolicy::DEFAULT)
         .context("the default policy is not among those compared")?;
-    let odd = |report: &Report| !(report.output_rate > 0.0);
+    let odd =
+        |report: &Report| report.output_rate.partial_cmp(&0.0) != Some(std::cmp::Ordering::Greater);
     if odd(&equal) || reports.iter().any(odd) {
         bail!("a policy brought no tokens in the measured time");
     }
