@@ -352,6 +352,6 @@ async fn a_described_weight_that_is_not_there_is_named() {
 #[tokio::test]
 async fn a_context_that_kv_has_no_room_for_is_refused_with_numbers() {
     let arguments = ["--max-model-len", "4096", "--kv-cache-memory", "224KiB"];
-    let words = ["max-model-len", "4096", "229376"];
+    let words = ["max-model-len", "4096", "225280"];
     Checkpoint::demo().refused(&arguments, &words).await;
 }

@@ -26,6 +26,10 @@ const SHOWN_ELSEWHERE: &[(&str, &str)] = &[
         "cargo xtask bench router",
         "docs/benchmarks.md, whose figures it printed",
     ),
+    (
+        "cargo xtask bench ranks",
+        "docs/benchmarks.md, whose figures it printed",
+    ),
     ("cargo xtask soak", "show slice.8"),
 ];
 

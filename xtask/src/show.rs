@@ -7,6 +7,7 @@ use std::net::TcpListener;
 use std::process::Command;
 use std::time::Instant;
 use twinfer_it::{binary, demo_model, repository};
+use twinfer_kernels::Isa;
 
 /// A line of an issue's "Shown by" list.
 struct Line {
@@ -258,12 +259,20 @@ fn golden() -> Result<()> {
 fn engine_golden() -> Result<()> {
     tests_named(&[
         ("twinfer-engine", "golden"),
+        ("twinfer-engine", "single_projections_equal_the_reference"),
+        ("twinfer-engine", "fp8_is_decoded_exactly"),
+        ("twinfer-engine", "gguf"),
+        ("twinfer-config", "golden"),
         ("twinfer-text", "golden"),
         ("twinfer-engine", "sampler"),
     ])
 }
 
 fn instruction_sets() -> Result<()> {
+    // The tests run on those that the processor has.
+    for name in ["avx512", "avx2", "portable"] {
+        Isa::detect(Some(name)).map_err(anyhow::Error::msg)?;
+    }
     tests_named(&[
         // These run on every instruction set of the machine against one definition.
         (

@@ -134,25 +134,27 @@ fn a_wrong_file_exits_64_and_shows_every_mistake_with_its_line() {
         stderr(&output)
     };
     let shape = plan(
-        "model: {path: m}\nengine: vllm\ninstances: [{name: a, role: both, kv_port: abc, block-size: 0, prot: 1}]\n",
+        "model: {path: m}\nengine: vllm\ninstances: [{name: a, role: both, kv_port: abc, block-size: 0, drain-settle: -1, prot: 1}]\n",
     );
     for expected in [
         "deploy.yaml:2:9: engine is \"vllm\"",
         "deploy.yaml:3:44: instances[0].kv-port is \"abc\"",
         "instances[0].block-size is 0",
         "an integer from 1 to 4096",
+        "instances[0].drain-settle is -1",
+        "a number from 0 to 86400",
         "unknown key `prot`",
         "did you mean `port`?",
     ] {
         assert!(shape.contains(expected), "no {expected:?} in\n{shape}");
     }
     let together = plan(
-        "model: {path: /nowhere}\nnodes: [{name: n, share-cores: true}]\ninstances:\n  - {name: a, role: both, port: 9000, drain-settle: -1}\n  - {name: b, \
+        "model: {path: /nowhere}\nnodes: [{name: n, share-cores: true}]\ninstances:\n  - {name: a, role: both, port: 9000, kv-cache-memory: zzz}\n  - {name: b, \
          role: both, port: 9000}\n",
     );
     for expected in [
         "deploy.yaml:1:15: model.path: /nowhere: No such file or directory",
-        "deploy.yaml:4:53: instances[0].drain-settle is \"-1\"",
+        "deploy.yaml:4:56: instances[0].kv-cache-memory is \"zzz\"",
         "deploy.yaml:5:33: port 9000 on node n is given to instance b (HTTP) and to instance a (HTTP) (line 4)",
     ] {
         assert!(

@@ -306,20 +306,22 @@ fn golden_greedy_ids_do_not_depend_on_the_chunk() {
 fn golden_activations_have_equal_bits_on_every_instruction_set() {
     for path in KINDS {
         let ids = Golden::read(path).ids("mid", "input_ids");
-        let mut first: Option<Vec<(Tap, usize, Vec<u32>)>> = None;
-        for isa in Isa::available() {
-            let options = LoadOptions {
-                isa: Some(isa.name().to_owned()),
-                ..options(Dtype::Bf16, 1)
-            };
-            let mut executor = model(&testdata(path), &options).executor;
-            let places = tables(&executor, 1, ids.len());
-            let seen = bits(&prefill(&mut executor, &[&ids], &places, 32), 0);
-            assert!(
-                *first.get_or_insert_with(|| seen.clone()) == seen,
-                "{path} {}",
-                isa.name()
-            );
+        for dtype in [Dtype::Bf16, Dtype::F32] {
+            let mut first: Option<Vec<(Tap, usize, Vec<u32>)>> = None;
+            for isa in Isa::available() {
+                let options = LoadOptions {
+                    isa: Some(isa.name().to_owned()),
+                    ..options(dtype, 1)
+                };
+                let mut executor = model(&testdata(path), &options).executor;
+                let places = tables(&executor, 1, ids.len());
+                let seen = bits(&prefill(&mut executor, &[&ids], &places, 32), 0);
+                assert!(
+                    *first.get_or_insert_with(|| seen.clone()) == seen,
+                    "{path} {}",
+                    isa.name()
+                );
+            }
         }
     }
 }
