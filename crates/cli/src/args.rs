@@ -43,6 +43,7 @@ Examples:
   twinfer serve models/demo
   twinfer serve models/demo --role prefill --port 8100 --kv-port 8101
   twinfer serve models/demo --role decode --port 8200 --pd-peers 127.0.0.1:8101
+  twinfer serve models/demo --dp 2
   curl -s http://127.0.0.1:8000/v1/completions -H 'content-type: application/json' \\
     -d '{\"model\": \"demo\", \"prompt\": \"Once upon a time\", \"max_tokens\": 20}'
 
@@ -125,6 +126,10 @@ Stop other work first: these are the best rates, and a busy machine hides them."
     /// Print an annotated deployment file.
     #[command(after_help = "Example:\n  twinfer init > deploy.yaml")]
     Init,
+
+    /// Be one rank of an instance that `serve --dp` started.
+    #[command(hide = true)]
+    Rank,
 
     /// Print the reference pages made from the flags and config structs.
     #[command(hide = true)]

@@ -5,6 +5,7 @@ mod fake;
 mod generate;
 mod machine;
 mod plan;
+mod rank;
 mod reference;
 mod router;
 mod runtime;
@@ -28,6 +29,7 @@ pub(crate) fn run(cli: Cli) -> Outcome {
         Command::Fake(args) => fake::run(args),
         Command::Machine(args) => machine::run(&args),
         Command::Generate(args) => generate::run(&args.config),
+        Command::Rank => rank::run(),
         Command::Init => output::write(&twinfer_deploy::example()),
         Command::Reference(args) => reference::run(args.page),
     }

@@ -9,6 +9,9 @@ pub const BODY_BYTES: RangeInclusive<u64> = 1024..=1 << 30;
 /// Most seconds of `drain-settle` and `drain-timeout`.
 pub const MOST_SECONDS: f64 = 86_400.0;
 
+/// Most ranks of an instance on one node.
+pub const MOST_RANKS: u32 = 64;
+
 /// A flag whose value cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{flag} is {value}; {allowed}")]

@@ -14,7 +14,7 @@ mod serve;
 
 pub use cores::CoreSet;
 pub use fake::{Dialect, FakeConfig, FakeFault, FaultKind};
-pub use flag::{BODY_BYTES, FlagError, MOST_SECONDS, MOST_THREADS};
+pub use flag::{BODY_BYTES, FlagError, MOST_RANKS, MOST_SECONDS, MOST_THREADS};
 pub use generate::{GenerateConfig, LineFormat};
 pub use keys::{EnvironmentKeys, KeyVariable};
 pub use model::{ModelConfig, ModelConfigError};

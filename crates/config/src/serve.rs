@@ -1,6 +1,6 @@
 use crate::EnvironmentKeys;
 use crate::flag::{
-    BODY_BYTES, MOST_SECONDS, MOST_THREADS, body_bytes, count, port, seconds, tokens, whole,
+    BODY_BYTES, MOST_RANKS, MOST_SECONDS, MOST_THREADS, body_bytes, count, port, seconds, tokens, whole,
 };
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
@@ -218,8 +218,44 @@ pub struct ServeConfig {
     #[schemars(range(min = 1, max = 65_536))]
     pub prefill_any_interval: u32,
 
-    /// Memory for KV, such as `512MiB` or `4GiB`; if absent as much as `max-num-seqs` sequences of the
-    /// greatest length need, but at most a quarter of what is available.
+    /// Ranks: engines with their own scheduler and KV that step together, each a process with its share of the threads
+    /// and of the experts. More than 1 only for role both. Limits of sequences and tokens are those of each rank.
+    #[arg(long, alias = "data-parallel-size", default_value_t = 1, value_parser = count::<1, MOST_RANKS>)]
+    #[serde(default = "one")]
+    #[schemars(range(min = 1, max = 64))]
+    pub dp: u32,
+
+    /// With several ranks: prompt tokens that a step of each rank takes beside generation; 0: prompts get steps of their
+    /// own. 64 if absent.
+    #[arg(long, value_parser = count::<0, { u32::MAX }>)]
+    #[serde(default)]
+    pub prefill_chunk: Option<u32>,
+
+    /// With several ranks and `prefill-chunk 0`: steps of prompts in a row, at most, while other requests generate; 1 if
+    /// absent.
+    #[arg(long, value_parser = count::<1, { u32::MAX }>)]
+    #[serde(default)]
+    #[schemars(range(min = 1))]
+    pub prefill_run: Option<u32>,
+
+    /// With several ranks: prompts, of all ranks together, that wait before they disturb generation; 0: their number does
+    /// not matter, which is the default.
+    #[arg(long, value_parser = count::<0, { u32::MAX }>)]
+    #[serde(default)]
+    pub prefill_threshold_requests: Option<u32>,
+
+    /// As `prefill-threshold-requests`, in prompt tokens; what is reached first counts.
+    #[arg(long, value_parser = whole)]
+    #[serde(default)]
+    pub prefill_threshold_tokens: Option<u64>,
+
+    /// Milliseconds after which prompts wait for no threshold any more; 300 if absent.
+    #[arg(long, value_parser = count::<0, { u32::MAX }>)]
+    #[serde(default)]
+    pub prefill_longest_wait: Option<u32>,
+
+    /// Memory for KV of each rank, such as `512MiB` or `4GiB`; if absent as much as `max-num-seqs` sequences of the
+    /// greatest length need, but at most a quarter of what is available, over all ranks.
     #[arg(long)]
     pub kv_cache_memory: Option<String>,
 

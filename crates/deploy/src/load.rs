@@ -150,10 +150,10 @@ fn unknown_reason(path: &str, _: &Entry) -> Option<String> {
         return Some(format!("it is said by {place}"));
     }
     match (section, key) {
-        ("instances", "dp" | "ep" | "data-parallel-size" | "enable-expert-parallel") => Some(
-            "an instance has one rank in this version; ranks come with wide expert parallelism"
-                .to_owned(),
-        ),
+        ("instances", "ep" | "enable-expert-parallel") => {
+            Some("experts are spread over the ranks of `dp`, always".to_owned())
+        }
+        ("instances", "data-parallel-size") => Some("it is called `dp`".to_owned()),
         ("instances", "tensor-parallel-size") => Some("it is called `tp`".to_owned()),
         _ => None,
     }

@@ -1,6 +1,7 @@
 //! The waist between the crate's parts and its callers: what a request is, what a step computes, what comes out.
 
 use crate::phase::Phase;
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -8,11 +9,11 @@ use twinfer_protocol::{ApiError, BlockId, RankLoad, TokenId};
 use twinfer_sys::BlockArena;
 
 /// The engine's own number of a request; the caller makes it, unique per engine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct RequestId(pub u64);
 
 /// How the next token is chosen. Ranges are checked by `SamplingParams::validate`.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SamplingParams {
     /// 0 is greedy.
     pub temperature: f32,
@@ -61,7 +62,7 @@ pub struct SamplingParams {
 }
 
 /// What becomes of the prompt's KV.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KvSource {
     /// Computed here.
     Compute,
@@ -72,7 +73,7 @@ pub enum KvSource {
 }
 
 /// A request as the engine takes it: validated, tokenised.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Request {
     /// Id.
     pub id: RequestId,
@@ -93,7 +94,7 @@ pub struct Request {
 }
 
 /// Log-probability of a token, natural logarithm.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Logprob {
     /// Token.
     pub token: TokenId,
@@ -104,7 +105,7 @@ pub struct Logprob {
 }
 
 /// One output token.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OutputToken {
     /// Token.
     pub id: TokenId,
@@ -116,7 +117,7 @@ pub struct OutputToken {
 pub type TokenLogprobs = (Logprob, Vec<Logprob>);
 
 /// Why a request ended.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum FinishReason {
     /// End-of-sequence.
     Eos,
@@ -133,7 +134,7 @@ pub enum FinishReason {
 }
 
 /// Where the prompt tokens of a request came from.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PromptSources {
     /// Computed here.
     pub computed: u32,
@@ -144,7 +145,7 @@ pub struct PromptSources {
 }
 
 /// KV kept after a request has finished, until `Engine::release_held` is called for it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HeldKv {
     /// Blocks in order of position.
     pub blocks: Vec<BlockId>,
@@ -153,7 +154,7 @@ pub struct HeldKv {
 }
 
 /// The end of a request.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Finish {
     /// Why.
     pub reason: FinishReason,
@@ -166,7 +167,7 @@ pub struct Finish {
 }
 
 /// What a step, an admission or an abort makes known.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Event {
     /// New output of a request, and its end.
     Output {
@@ -202,7 +203,7 @@ pub enum Event {
 }
 
 /// How a fetch ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum KvOutcome {
     /// All positions are filled and verified.
     Loaded,
@@ -380,7 +381,7 @@ impl Default for EngineConfig {
 pub const MAX_DRAFTS: usize = 5;
 
 /// Counters since start and gauges now.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineStats {
     /// Gauges.
     pub load: RankLoad,
@@ -402,7 +403,7 @@ pub struct EngineStats {
 }
 
 /// Drafts since start.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SpeculationStats {
     /// Verifications of at least one draft.
     pub rounds: u64,
@@ -413,7 +414,7 @@ pub struct SpeculationStats {
 }
 
 /// Prompt tokens by source.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PromptTokenTotals {
     /// Computed here.
     pub computed: u64,

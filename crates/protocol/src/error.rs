@@ -42,7 +42,7 @@ pub enum Retry {
 }
 
 /// Every class of error, once. Status, type, code, fault, retry and metric label derive from it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ErrorKind {
     /// Malformed or out-of-range request.
     InvalidRequest,
@@ -97,7 +97,7 @@ pub enum ErrorKind {
 }
 
 /// An error on its way to a client, a log line and a metric.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ApiError {
     /// Class.
     pub kind: ErrorKind,

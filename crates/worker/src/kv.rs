@@ -62,6 +62,11 @@ impl Handoff {
         }
     }
 
+    /// Where peers read KV; none if nothing is handed over.
+    pub(crate) fn addr(&self) -> Option<String> {
+        self.exporter.as_ref().map(Exporter::addr)
+    }
+
     /// Judges a decode leg's parameters and takes the KV they name into use. Opens no connection.
     ///
     /// Errors: a field is wrong, the peer is not allowed, the shape differs.

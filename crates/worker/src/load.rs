@@ -4,8 +4,11 @@ use crate::ServeError;
 use crate::defaults::SamplingDefaults;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use twinfer_engine::exchange::RankLink;
+use twinfer_engine::phase::PhasePolicy;
 use twinfer_engine::{
-    Engine, EngineConfig, Executor, KvSource, Request, RequestId, SamplingParams, generate,
+    Engine, EngineConfig, Executor, GenerateError, KvSource, RankEngine, Request, RequestId,
+    SamplingParams, generate, generate_together,
 };
 use twinfer_protocol::{Fingerprint, TokenId};
 use twinfer_text::{ChatTemplate, Tokenizer};
@@ -58,21 +61,67 @@ pub(crate) struct WarmEngine {
     pub(crate) defaults: SamplingDefaults,
 }
 
-/// Builds the engine and runs one request through it, in the thread that will run the others.
-pub(crate) fn warm_up(model: Model, limits: EngineConfig) -> Result<WarmEngine, ServeError> {
+/// A rank among others that has run a request together with them.
+pub(crate) struct WarmRank {
+    pub(crate) rank: RankEngine,
+    pub(crate) fingerprint: Fingerprint,
+}
+
+fn build(model: Model, limits: EngineConfig) -> Result<WarmEngine, ServeError> {
     let progress = model.executor.progress().unwrap_or_default();
     let config = EngineConfig {
         max_model_len: model.max_model_len,
         cache_seed: cache_seed(&model.fingerprint)?,
         ..limits
     };
-    let mut engine = Engine::new(config, model.executor, model.tokenizer, model.num_blocks)
+    let engine = Engine::new(config, model.executor, model.tokenizer, model.num_blocks)
         .map_err(|e| ServeError::Config(e.message))?;
+    Ok(WarmEngine {
+        engine,
+        progress,
+        fingerprint: model.fingerprint,
+        template: model.template,
+        defaults: model.defaults,
+    })
+}
+
+/// Builds the engine and runs one request through it, in the thread that will run the others.
+pub(crate) fn warm_up(model: Model, limits: EngineConfig) -> Result<WarmEngine, ServeError> {
+    let mut warm = build(model, limits)?;
+    let request = warm_up_request(&warm.engine);
+    generate(&mut warm.engine, vec![request], 1, |_| {}).map_err(failed)?;
+    Ok(warm)
+}
+
+/// As [`warm_up`], of a rank: all ranks do it at the same time.
+pub(crate) fn warm_up_rank(
+    model: Model,
+    limits: EngineConfig,
+    policy: PhasePolicy,
+    link: Arc<RankLink>,
+) -> Result<WarmRank, ServeError> {
+    let WarmEngine {
+        engine,
+        fingerprint,
+        ..
+    } = build(model, limits)?;
+    let request = warm_up_request(&engine);
+    let mut rank =
+        RankEngine::new(engine, policy, link).map_err(|error| ServeError::Config(error.message))?;
+    generate_together(&mut rank, vec![request], 1, |_| {}).map_err(failed)?;
+    Ok(WarmRank { rank, fingerprint })
+}
+
+fn failed(error: GenerateError) -> ServeError {
+    ServeError::Model(format!("the warm-up request failed: {error}"))
+}
+
+fn warm_up_request(engine: &Engine) -> Request {
     let length = WARM_UP_TOKENS
         .min(engine.max_len().saturating_sub(2))
         .max(1);
     let most = engine.vocab_size() as TokenId;
-    let request = Request {
+    Request {
         id: RequestId(0),
         prompt: (0..length).map(|i| i % most.max(1)).collect(),
         params: SamplingParams {
@@ -83,14 +132,5 @@ pub(crate) fn warm_up(model: Model, limits: EngineConfig) -> Result<WarmEngine, 
         hold_kv: false,
         cache_salt: None,
         leader: None,
-    };
-    generate(&mut engine, vec![request], 1, |_| {})
-        .map_err(|e| ServeError::Model(format!("the warm-up request failed: {e}")))?;
-    Ok(WarmEngine {
-        engine,
-        progress,
-        fingerprint: model.fingerprint,
-        template: model.template,
-        defaults: model.defaults,
-    })
+    }
 }

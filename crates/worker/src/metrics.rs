@@ -2,6 +2,7 @@
 //! a fixed, small set of values.
 
 use crate::handoff::{ExporterStats, ImporterStats};
+use crate::rank::RankStats;
 use parking_lot::Mutex;
 use prometheus_client::encoding::EncodeLabelSet;
 use std::sync::Arc;
@@ -82,6 +83,13 @@ pub(crate) struct EngineMetrics {
     cache_queries: Counter,
     cache_hits: Counter,
     drafts: Drafts,
+    rank_steps: Family<RankLabels, Counter>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RankLabels {
+    rank: u32,
+    phase: &'static str,
 }
 
 /// Speculation, by place in a round where that is told.
@@ -370,6 +378,10 @@ impl EngineMetrics {
                 "Prompt tokens that were found in the prefix cache",
             ),
             drafts: Drafts::new(registry, &labels),
+            rank_steps: registry.counters(
+                "twinfer_rank_steps",
+                "Steps of a rank among others, by what it did in them; dummy: nothing but to take part",
+            ),
         }
     }
 
@@ -411,6 +423,15 @@ impl EngineMetrics {
         if let Some(decode) = decode.filter(|_| tokens > 1) {
             self.per_output_token
                 .observe(decode.as_secs_f64() / f64::from(tokens - 1));
+        }
+    }
+
+    /// What a rank among others did since `old`.
+    pub(crate) fn publish_rank(&self, rank: u32, old: &RankStats, new: &RankStats) {
+        for ((phase, new), (_, old)) in new.turns.named().into_iter().zip(old.turns.named()) {
+            self.rank_steps
+                .get_or_create(&RankLabels { rank, phase })
+                .inc_by(new.saturating_sub(old));
         }
     }
 

@@ -4,6 +4,7 @@ use crate::{LoadProgress, Model, SamplingDefaults, ServeError};
 use std::path::PathBuf;
 use std::sync::Arc;
 use twinfer_config::{FlagError, MOST_THREADS, Quantization, ServeConfig};
+use twinfer_engine::exchange::RankLink;
 use twinfer_engine::{
     CheckedModel, KvMemory, LoadOptions, ModelError, Sharing, default_share_dir, hub_revision,
     model_texts,
@@ -22,17 +23,33 @@ pub fn load_model(
     config: &ServeConfig,
     progress: &(dyn Fn(LoadProgress) + Sync),
 ) -> Result<Model, ServeError> {
-    let told = |done, total| progress(LoadProgress { done, total });
-    let mut options = options(config)?;
-    options.progress = Some(&told);
+    load(config, None, progress)
+}
+
+/// Tokenizer, template and defaults of a model: all that an instance needs beside its ranks.
+pub(crate) struct Texts {
+    pub(crate) tokenizer: Tokenizer,
+    pub(crate) template: ChatTemplate,
+    pub(crate) defaults: SamplingDefaults,
+}
+
+/// [`load_model`] without the weights.
+pub(crate) fn load_texts(config: &ServeConfig) -> Result<Texts, ServeError> {
     let refused = |e: ModelError| ServeError::Model(e.to_string());
-    let path = path(config)?;
-    let checked = twinfer_engine::check(&path, &options).map_err(refused)?;
     let text = |e: twinfer_text::TextError| ServeError::Model(e.to_string());
-    let texts = model_texts(&path).map_err(refused)?;
+    let texts = model_texts(&path(config)?).map_err(refused)?;
     let tokenizer = Tokenizer::of(&texts).map_err(text)?;
     let template = ChatTemplate::of(&texts, &tokenizer).map_err(text)?;
     let defaults = SamplingDefaults::of(&texts).map_err(ServeError::Model)?;
+    Ok(Texts {
+        tokenizer,
+        template,
+        defaults,
+    })
+}
+
+/// Says what is missing for chats.
+pub(crate) fn warn_of_template(template: &ChatTemplate) {
     match template.state() {
         TemplateState::Ready => {}
         TemplateState::Missing => {
@@ -41,6 +58,35 @@ pub fn load_model(
         TemplateState::Broken(reason) => {
             tracing::warn!(%reason, "the chat template is broken: chats are refused")
         }
+    }
+}
+
+/// [`load_model`] as one of the ranks behind `link`, whose start-up test has passed: it reads its share of the experts,
+/// and KV gets its share of the memory.
+pub(crate) fn load(
+    config: &ServeConfig,
+    link: Option<&Arc<RankLink>>,
+    progress: &(dyn Fn(LoadProgress) + Sync),
+) -> Result<Model, ServeError> {
+    let told = |done, total| progress(LoadProgress { done, total });
+    let mut options = options(config)?;
+    if let Some(link) = link {
+        options.ranks = Some(Arc::clone(link));
+        if let KvMemory::Share(share) = &mut options.kv {
+            *share /= f64::from(link.ranks());
+        }
+    }
+    options.progress = Some(&told);
+    let refused = |e: ModelError| ServeError::Model(e.to_string());
+    let path = path(config)?;
+    let checked = twinfer_engine::check(&path, &options).map_err(refused)?;
+    let Texts {
+        tokenizer,
+        template,
+        defaults,
+    } = load_texts(config)?;
+    if link.is_none() {
+        warn_of_template(&template);
     }
     let warn = |warnings: &[String]| {
         for warning in warnings {

@@ -3,6 +3,7 @@
 use crate::app::{App, BODY_TIME, Caller, Instance, PREPARED_AT_ONCE, unix_seconds};
 use crate::ids::RequestName;
 use crate::prepare::{Kind, Leg, Prepared, check_model, prepare, render, too_many};
+use crate::rank::RankStats;
 use crate::respond::{Answer, json};
 use axum::Router;
 use axum::body::Body;
@@ -64,6 +65,7 @@ async fn generate(app: &Arc<App>, kind: Kind, request: Request) -> Result<Respon
         caller,
         instance,
         headers,
+        rank,
         body,
         room,
     } = begin(app, request).await?;
@@ -99,7 +101,7 @@ async fn generate(app: &Arc<App>, kind: Kind, request: Request) -> Result<Respon
     tracing::debug!(request = %name.log, ids = ?requests.first().map(|r| r.request.id.0), "admitted");
     // Keeps the drain waiting for the KV that a prefill leg leaves behind.
     let left_behind = matches!(leg, Leg::Prefill).then(|| app.drain.enter().ok());
-    let generation = submission.submit(requests, arrived).await?;
+    let generation = submission.submit(requests, arrived, rank).await?;
     // The fetches hold the claim as long as they need it.
     drop(leg);
     if stream {
@@ -301,10 +303,10 @@ async fn instance_card(State(app): State<Arc<App>>, request: Request) -> Respons
 async fn load(State(app): State<Arc<App>>, request: Request) -> Response {
     let report = || {
         app.peer(request.headers(), client(&request))?;
-        let total = app.instance()?.engine.stats().load;
+        let ranks = app.instance()?.engine.stats();
         json(&LoadReport {
-            total,
-            ranks: vec![total],
+            total: RankStats::total(&ranks).load,
+            ranks: ranks.iter().map(|rank| rank.engine.load).collect(),
         })
     };
     answered(&app, report())
@@ -328,6 +330,8 @@ struct Begun {
     caller: Caller,
     instance: Arc<Instance>,
     headers: HeaderMap,
+    /// The one it must go to.
+    rank: Option<u32>,
     body: Bytes,
     /// The body's share of what all bodies may take.
     room: RoomShare,
@@ -338,29 +342,30 @@ async fn begin(app: &App, request: Request) -> Result<Begun, ApiError> {
     let caller = app.caller(request.headers(), client(&request))?;
     let instance = Arc::clone(app.instance()?);
     let (parts, body) = request.into_parts();
-    check_rank(&parts.headers, instance.card.ranks)?;
+    let rank = pinned_rank(&parts.headers, instance.card.ranks)?;
     check_content_type(&parts.headers)?;
     let (body, room) = app.bodies.read(&parts.headers, body).await?;
     Ok(Begun {
         caller,
         instance,
         headers: parts.headers,
+        rank,
         body,
         room,
     })
 }
 
 /// `X-data-parallel-rank` picks a rank; one that is not there is never replaced by another.
-fn check_rank(headers: &HeaderMap, ranks: u32) -> Result<(), ApiError> {
+fn pinned_rank(headers: &HeaderMap, ranks: u32) -> Result<Option<u32>, ApiError> {
     let Some(value) = headers.get(RANK_HEADER) else {
-        return Ok(());
+        return Ok(None);
     };
     let rank = value
         .to_str()
         .ok()
         .and_then(|text| text.parse::<u32>().ok());
     match rank {
-        Some(rank) if rank < ranks => Ok(()),
+        Some(rank) if rank < ranks => Ok(Some(rank)),
         _ => Err(ApiError::invalid(
             RANK_HEADER,
             format!(

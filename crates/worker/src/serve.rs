@@ -1,13 +1,15 @@
 //! The life of an instance: ports, model, engine, ready, drain.
 
 use crate::app::{App, Instance};
-use crate::engine::{EngineHandle, EngineParts, Fetch, panic_text, run};
+use crate::engine::{EngineHandle, EngineParts, Fetch, Places, panic_text, run};
 use crate::handoff::{
     BindError, Exporter, ExporterConfig, Importer, ImporterConfig, KvListener, Peer, PeerKey,
     RENEWALS,
 };
 use crate::kv::{Fetcher, Handoff};
 use crate::load::{LoadProgress, Model, WarmEngine, warm_up};
+use crate::model::{load_texts, warn_of_template};
+use crate::rank::{RankProgram, RankStart};
 use crate::room::{ScoreRoom, answer_bytes};
 use crate::settings::{Settings, cpus};
 use crate::{SamplingDefaults, ServeError, load_model, routes};
@@ -47,6 +49,8 @@ pub struct Hooks {
     pub on_ready: Box<dyn FnOnce(&Ready) + Send>,
     /// Drain on SIGTERM and SIGINT.
     pub signals: bool,
+    /// What runs ranks; needed with more than one.
+    pub ranks: Option<RankProgram>,
 }
 
 /// An instance that is ready.
@@ -61,14 +65,20 @@ pub struct Ready {
 /// What the engine thread hands out before it serves.
 struct Up {
     engine: EngineHandle,
-    fetches: mpsc::Receiver<Fetch>,
     tokenizer: Arc<Tokenizer>,
     template: ChatTemplate,
     defaults: SamplingDefaults,
     fingerprint: Fingerprint,
+    max_len: u32,
+    /// None with several ranks: their KV is not in this process.
+    kv: Option<UpKv>,
+}
+
+/// KV that can be handed over.
+struct UpKv {
+    fetches: mpsc::Receiver<Fetch>,
     geometry: KvGeometry,
     arena: Arc<BlockArena>,
-    max_len: u32,
 }
 
 impl Default for Hooks {
@@ -78,6 +88,7 @@ impl Default for Hooks {
             on_progress: Box::new(|_| {}),
             on_ready: Box::new(|_| {}),
             signals: true,
+            ranks: None,
         }
     }
 }
@@ -94,7 +105,8 @@ pub async fn serve(config: ServeConfig, drain: Drain, hooks: Hooks) -> Result<()
     serve_with(config, drain, hooks, load_model).await
 }
 
-/// [`serve`] with another source of the model. `load` runs on the thread that will run the engine.
+/// [`serve`] with another source of the model. `load` runs on the thread that will run the engine; with several ranks
+/// it is not called, since each loads the model of `config` itself.
 ///
 /// # Errors
 /// As [`serve`].
@@ -110,6 +122,10 @@ where
         + 'static,
 {
     let settings = Settings::of(&config)?;
+    if config.dp > 1 && hooks.ranks.is_none() {
+        let allowed = "1 is allowed where nothing says how ranks are started";
+        return Err(FlagError::new("dp", config.dp, allowed).into());
+    }
     let api_key = Secret::load(
         "api-key-file",
         config.api_key_file.as_deref(),
@@ -177,7 +193,7 @@ where
         kv_listener,
         hooks.on_progress,
         hooks.on_ready,
-        load,
+        (load, hooks.ranks),
         stop.clone(),
     );
     let ended = if hooks.signals {
@@ -224,7 +240,7 @@ async fn life<L>(
     kv_listener: Option<KvListener>,
     on_progress: Box<dyn Fn(LoadProgress) + Send + Sync>,
     on_ready: Box<dyn FnOnce(&Ready) + Send>,
-    load: L,
+    (load, ranks): (L, Option<RankProgram>),
     stop: CancellationToken,
 ) -> Result<(), ServeError>
 where
@@ -238,7 +254,12 @@ where
     // Not a blocking task: loading cannot be interrupted, and must not keep the runtime from ending.
     std::thread::Builder::new()
         .name("engine".into())
-        .spawn(move || engine_thread(&thread_app, &*on_progress, load, sender))
+        .spawn(move || match ranks {
+            Some(program) if thread_app.config.dp > 1 => {
+                ranks_thread(&thread_app, &*on_progress, &program, sender)
+            }
+            _ => engine_thread(&thread_app, &*on_progress, load, sender),
+        })
         .map_err(|source| ServeError::System {
             what: "start the engine thread",
             source,
@@ -320,14 +341,64 @@ fn engine_thread<L>(
     run(parts, |engine| {
         let _ = sender.send(Ok(Up {
             engine,
-            fetches: receiver,
             tokenizer,
             template,
             defaults,
             fingerprint,
-            geometry,
-            arena,
             max_len,
+            kv: Some(UpKv {
+                fetches: receiver,
+                geometry,
+                arena,
+            }),
+        }));
+    });
+}
+
+/// As [`engine_thread`], with ranks that are processes. They end with this thread.
+fn ranks_thread(
+    app: &App,
+    on_progress: &(dyn Fn(LoadProgress) + Send + Sync),
+    program: &RankProgram,
+    sender: oneshot::Sender<Result<Up, ServeError>>,
+) {
+    let progress = |progress| {
+        app.set_progress(progress);
+        on_progress(progress);
+    };
+    let config = &app.config;
+    let started = load_texts(config).and_then(|texts| {
+        let start = RankStart {
+            config,
+            program,
+            instance: &app.name,
+            epoch: app.epoch,
+        };
+        Ok((texts, crate::rank::start(&start, &progress)?))
+    });
+    let (texts, fleet) = match started {
+        Ok(started) => started,
+        Err(error) => {
+            let _ = sender.send(Err(error));
+            return;
+        }
+    };
+    warn_of_template(&texts.template);
+    let places = Places {
+        capacity: config.max_num_seqs.saturating_add(config.max_waiting),
+        slots: config.max_num_seqs,
+        block_size: config.block_size,
+    };
+    let (fingerprint, max_len) = (fleet.fingerprint.clone(), fleet.max_len);
+    fleet.run(places, &app.metrics.engine, |engine| {
+        let _ = sender.send(Ok(Up {
+            engine,
+            tokenizer: Arc::new(texts.tokenizer),
+            template: texts.template,
+            defaults: texts.defaults,
+            fingerprint,
+            max_len,
+            kv: None,
         }));
     });
 }
@@ -340,68 +411,11 @@ fn connect(
     stop: &CancellationToken,
 ) -> Result<Arc<Instance>, ServeError> {
     let config = &app.config;
-    let key = || {
-        app.peer_key
-            .as_ref()
-            .and_then(|key| PeerKey::new(key.expose()))
+    let handoff = match up.kv {
+        Some(kv) => handoff(app, kv, &up.engine, &up.fingerprint, kv_listener, stop)?,
+        None => Handoff::new(None, None),
     };
-    let lease = Duration::from_secs(config.kv_lease.into());
-    let patience = Duration::from_secs(config.kv_timeout.into());
-    let freed = Arc::new(Notify::new());
-    let mut exporter = None;
-    if let Some(listener) = kv_listener {
-        let wake = Arc::clone(&freed);
-        let (started, server) = Exporter::on(
-            listener,
-            ExporterConfig {
-                name: app.name.clone(),
-                epoch: app.epoch,
-                fingerprint: up.fingerprint.clone(),
-                key: key(),
-                lease,
-                timeout: patience,
-                geometry: up.geometry,
-                arena: Arc::clone(&up.arena),
-                wake: Box::new(move || wake.notify_one()),
-            },
-        )
-        .map_err(|e| ServeError::Config(e.to_string()))?;
-        app.tasks.spawn(server.run(stop.clone()));
-        exporter = Some(started);
-    }
-    let mut importer = None;
-    if config.role.can_decode() {
-        let (started, keeper) = Importer::new(ImporterConfig {
-            fingerprint: up.fingerprint.clone(),
-            key: key(),
-            peers: config.pd_peers.clone(),
-            timeout: patience,
-            renew_every: lease / RENEWALS,
-            geometry: up.geometry,
-            arena: Arc::clone(&up.arena),
-        })
-        .map_err(|e| ServeError::Config(e.to_string()))?;
-        app.tasks.spawn(keeper.run(stop.clone()));
-        importer = Some(started);
-    }
-    let fetcher = Fetcher {
-        engine: up.engine.clone(),
-        policy: config.kv_load_failure_policy,
-        metrics: app.metrics.kv.clone(),
-    };
-    app.tasks.spawn(fetcher.run(up.fetches, stop.clone()));
-    let kv_addr = exporter.as_ref().map(Exporter::addr);
-    let handoff = Handoff::new(exporter.clone(), importer);
-    if let Some(exporter) = exporter {
-        let held = handoff.held();
-        app.tasks.spawn(Handoff::give_back(
-            exporter,
-            up.engine.clone(),
-            held,
-            freed,
-            stop.clone(),
-        ));
-    }
+    let kv_addr = handoff.addr();
     let limits = Limits {
         max_model_len: up.max_len,
         max_output_tokens: config
@@ -421,7 +435,7 @@ fn connect(
             limits,
             block_size: config.block_size,
             kv_addr,
-            ranks: 1,
+            ranks: config.dp,
         },
         engine: up.engine,
         tokenizer: up.tokenizer,
@@ -434,8 +448,82 @@ fn connect(
     }))
 }
 
+/// Both directions of the handoff of a rank in this process.
+fn handoff(
+    app: &Arc<App>,
+    kv: UpKv,
+    engine: &EngineHandle,
+    fingerprint: &Fingerprint,
+    kv_listener: Option<KvListener>,
+    stop: &CancellationToken,
+) -> Result<Handoff, ServeError> {
+    let config = &app.config;
+    let key = || {
+        app.peer_key
+            .as_ref()
+            .and_then(|key| PeerKey::new(key.expose()))
+    };
+    let lease = Duration::from_secs(config.kv_lease.into());
+    let patience = Duration::from_secs(config.kv_timeout.into());
+    let freed = Arc::new(Notify::new());
+    let mut exporter = None;
+    if let Some(listener) = kv_listener {
+        let wake = Arc::clone(&freed);
+        let (started, server) = Exporter::on(
+            listener,
+            ExporterConfig {
+                name: app.name.clone(),
+                epoch: app.epoch,
+                fingerprint: fingerprint.clone(),
+                key: key(),
+                lease,
+                timeout: patience,
+                geometry: kv.geometry,
+                arena: Arc::clone(&kv.arena),
+                wake: Box::new(move || wake.notify_one()),
+            },
+        )
+        .map_err(|e| ServeError::Config(e.to_string()))?;
+        app.tasks.spawn(server.run(stop.clone()));
+        exporter = Some(started);
+    }
+    let mut importer = None;
+    if config.role.can_decode() {
+        let (started, keeper) = Importer::new(ImporterConfig {
+            fingerprint: fingerprint.clone(),
+            key: key(),
+            peers: config.pd_peers.clone(),
+            timeout: patience,
+            renew_every: lease / RENEWALS,
+            geometry: kv.geometry,
+            arena: Arc::clone(&kv.arena),
+        })
+        .map_err(|e| ServeError::Config(e.to_string()))?;
+        app.tasks.spawn(keeper.run(stop.clone()));
+        importer = Some(started);
+    }
+    let fetcher = Fetcher {
+        engine: engine.clone(),
+        policy: config.kv_load_failure_policy,
+        metrics: app.metrics.kv.clone(),
+    };
+    app.tasks.spawn(fetcher.run(kv.fetches, stop.clone()));
+    let handoff = Handoff::new(exporter.clone(), importer);
+    if let Some(exporter) = exporter {
+        let held = handoff.held();
+        app.tasks.spawn(Handoff::give_back(
+            exporter,
+            engine.clone(),
+            held,
+            freed,
+            stop.clone(),
+        ));
+    }
+    Ok(handoff)
+}
+
 async fn kv_listener(config: &ServeConfig, keyed: bool) -> Result<Option<KvListener>, ServeError> {
-    if !config.role.can_prefill() {
+    if !config.role.can_prefill() || config.dp > 1 {
         return Ok(None);
     }
     // An instance that does both hands nothing over unless asked to: its HTTP address may be open to

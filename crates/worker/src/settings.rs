@@ -1,10 +1,15 @@
 use crate::ServeError;
 use std::fmt::Display;
 use std::time::Duration;
+use twinfer_config::MOST_RANKS;
 use twinfer_config::model::parse_bytes;
 use twinfer_config::{BODY_BYTES, CoreSet, FlagError, MOST_SECONDS, MOST_THREADS, ServeConfig};
+use twinfer_engine::phase::{Mixing, PhasePolicy, Threshold};
 use twinfer_engine::{EngineConfig, MAX_DRAFTS};
+use twinfer_protocol::Role;
 
+/// Milliseconds that prompts wait for a threshold unless told otherwise.
+const LONGEST_WAIT: u64 = 300;
 /// Longest name of an instance or model.
 const MAX_NAME: usize = 128;
 
@@ -46,6 +51,7 @@ impl Settings {
                 0,
                 MAX_DRAFTS as u64,
             ),
+            ("dp", config.dp.into(), 1, MOST_RANKS.into()),
             (
                 "prefill-any-interval",
                 config.prefill_any_interval.into(),
@@ -83,6 +89,7 @@ impl Settings {
             kv_bytes(text)?;
         }
         cpus(config)?;
+        ranks(config)?;
         let seconds = |flag, value: f64| {
             if (0.0..=MOST_SECONDS).contains(&value) {
                 return Ok(Duration::from_secs_f64(value));
@@ -135,10 +142,73 @@ impl Settings {
             enable_prefix_caching: config.prefix_caching(),
             num_speculative_tokens: config.num_speculative_tokens,
             adaptive_draft_length: config.adaptive_draft_length,
-            prefill_any_interval: config.prefill_any_interval,
+            // Ranks agree on it by their policy.
+            prefill_any_interval: match config.dp {
+                1 => config.prefill_any_interval,
+                _ => 1,
+            },
             // Drawn when the model is known.
             cache_seed: 0,
         }
+    }
+}
+
+/// What is allowed of ranks, and of flags that only ranks have.
+fn ranks(config: &ServeConfig) -> Result<(), ServeError> {
+    if config.dp > 1 && config.role != Role::Both {
+        let allowed = format!(
+            "1 is allowed for role {}: ranks hand no KV over yet; use role both",
+            config.role
+        );
+        return Err(FlagError::new("dp", config.dp, allowed).into());
+    }
+    let given = [
+        ("prefill-chunk", config.prefill_chunk.map(u64::from)),
+        ("prefill-run", config.prefill_run.map(u64::from)),
+        (
+            "prefill-threshold-requests",
+            config.prefill_threshold_requests.map(u64::from),
+        ),
+        ("prefill-threshold-tokens", config.prefill_threshold_tokens),
+        (
+            "prefill-longest-wait",
+            config.prefill_longest_wait.map(u64::from),
+        ),
+    ];
+    if config.dp == 1
+        && let Some((flag, Some(value))) = given.into_iter().find(|(_, value)| value.is_some())
+    {
+        let allowed = "it is for several ranks that step together: set dp above 1, or leave it out";
+        return Err(FlagError::new(flag, value, allowed).into());
+    }
+    let most = u64::from(u32::MAX);
+    for ((flag, value), least) in given.into_iter().zip([0, 1, 0, 0, 0]) {
+        if let Some(value) = value.filter(|value| !(least..=most).contains(value)) {
+            return Err(
+                FlagError::new(flag, value, format!("{least} to {most} are allowed")).into(),
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Who computes when, for an instance of several ranks. Ages are in milliseconds.
+pub(crate) fn phase_policy(config: &ServeConfig) -> PhasePolicy {
+    let default = PhasePolicy::DEFAULT;
+    PhasePolicy {
+        mixing: match config.prefill_chunk {
+            None => default.mixing,
+            Some(0) => Mixing::Apart,
+            Some(tokens) => Mixing::Chunks { tokens },
+        },
+        prefill_any_interval: config.prefill_any_interval,
+        prefill_run: config.prefill_run.unwrap_or(default.prefill_run),
+        threshold: Threshold {
+            requests: config.prefill_threshold_requests.unwrap_or(0),
+            tokens: config.prefill_threshold_tokens.unwrap_or(0),
+        },
+        longest_wait: config.prefill_longest_wait.map_or(LONGEST_WAIT, u64::from),
+        ..default
     }
 }
 

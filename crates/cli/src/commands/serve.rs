@@ -3,8 +3,11 @@ use crate::args::ServeArgs;
 use crate::exit::{Code, Failure, Outcome};
 use crate::{logging, output, progress};
 use std::net::SocketAddr;
+use twinfer_config::ServeConfig;
 use twinfer_http::Drain;
-use twinfer_worker::{ExitClass, Hooks, LoadProgress, PEER_CONNECTIONS, ServeError, pin_process};
+use twinfer_worker::{
+    ExitClass, Hooks, LoadProgress, PEER_CONNECTIONS, RankProgram, ServeError, pin_process,
+};
 
 pub(crate) fn run(args: ServeArgs) -> Outcome {
     let mut config = args.config;
@@ -28,8 +31,10 @@ pub(crate) fn run(args: ServeArgs) -> Outcome {
         }),
         on_ready: Box::new(move |_| bar.finish()),
         signals: true,
+        ranks: ranks(&config)?,
     };
-    let clients = u64::from(config.max_num_seqs) + u64::from(config.max_waiting);
+    let clients = (u64::from(config.max_num_seqs) + u64::from(config.max_waiting))
+        .saturating_mul(config.dp.into());
     runtime::make_room(clients, PEER_CONNECTIONS)?;
     let runtime = runtime::several()?;
     let served = runtime.block_on(twinfer_worker::serve(config, Drain::new(), hooks));
@@ -37,6 +42,13 @@ pub(crate) fn run(args: ServeArgs) -> Outcome {
     ended.finish();
     runtime::end(runtime);
     served.map_err(|error| failure(&error))
+}
+
+fn ranks(config: &ServeConfig) -> Result<Option<RankProgram>, Failure> {
+    match config.dp {
+        0 | 1 => Ok(None),
+        _ => super::rank::program().map(Some),
+    }
 }
 
 fn failure(error: &ServeError) -> Failure {

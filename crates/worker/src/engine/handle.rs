@@ -1,29 +1,32 @@
+use super::desk::{ChoiceEvent, Command, NewRequest};
 use super::mailbox::Mailbox;
 use super::stall::StallDetector;
-use super::thread::{ChoiceEvent, Command, NewRequest};
+use crate::metrics::EngineMetrics;
+use crate::rank::{Balancer, RankStats, RankView};
 use parking_lot::{Condvar, Mutex};
+use std::collections::VecDeque;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, TryAcquireError, mpsc, oneshot};
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
-use twinfer_engine::{EngineStats, KvOutcome, RequestId};
+use twinfer_engine::{KvOutcome, RequestId};
 use twinfer_protocol::{ApiError, ErrorKind};
 
 /// Events of a choice beside those with tokens: its end, and one to spare.
 const EXTRA_EVENTS: usize = 2;
 
-/// The engine thread, seen from elsewhere. Clones are handles of the same thread.
+/// The engine, of one rank or several, seen from elsewhere. Clones are handles of the same one.
 #[derive(Clone, Debug)]
 pub(crate) struct EngineHandle(pub(super) Arc<Shared>);
 
 #[derive(Debug)]
-pub(super) struct Shared {
-    pub(super) mailbox: Mailbox<Command>,
+pub(crate) struct Shared {
+    mailbox: Mailbox<Command>,
     admission: Arc<Semaphore>,
-    capacity: u32,
-    stats: Mutex<EngineStats>,
+    places: Places,
+    ranks: Mutex<Ranks>,
     progress: Arc<AtomicU64>,
     base: Instant,
     detector: Mutex<StallDetector>,
@@ -32,6 +35,26 @@ pub(super) struct Shared {
     /// The thread has ended, well or not.
     ended: Mutex<bool>,
     end: Condvar,
+}
+
+/// What may be inside an engine.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Places {
+    /// Sequences inside one rank at the same time, running and waiting.
+    pub(crate) capacity: u32,
+    /// Those of them that run.
+    pub(crate) slots: u32,
+    /// Tokens of a KV block.
+    pub(crate) block_size: u32,
+}
+
+/// What is known of the ranks.
+#[derive(Debug)]
+struct Ranks {
+    balancer: Balancer,
+    /// Sequences that each was given and that have not ended.
+    inside: Vec<u32>,
+    stats: Vec<RankStats>,
 }
 
 /// Places in the engine for the sequences of one HTTP request.
@@ -45,6 +68,7 @@ pub(crate) struct Submission {
 #[derive(Debug)]
 pub(crate) struct Generation {
     engine: EngineHandle,
+    rank: u32,
     events: mpsc::Receiver<ChoiceEvent>,
     failed: Pin<Box<WaitForCancellationFutureOwned>>,
     /// By choice; none when it has ended.
@@ -55,18 +79,24 @@ impl std::fmt::Debug for Command {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Submit { .. } => "Submit",
-            Self::Abort(_) => "Abort",
+            Self::Abort { .. } => "Abort",
             Self::KvLoaded(..) => "KvLoaded",
             Self::ReleaseHeld(_) => "ReleaseHeld",
             Self::Stop => "Stop",
+            Self::Heard { .. } => "Heard",
+            Self::Lost { .. } => "Lost",
         })
     }
 }
 
 impl EngineHandle {
-    /// Sequences that may be inside at the same time.
+    pub(crate) fn of(shared: &Arc<Shared>) -> Self {
+        Self(Arc::clone(shared))
+    }
+
+    /// Sequences of one request that may be inside at the same time: they go to one rank.
     pub(crate) fn capacity(&self) -> u32 {
-        self.0.capacity
+        self.0.places.capacity
     }
 
     /// Takes places for `sequences`, at once or not at all.
@@ -84,7 +114,7 @@ impl EngineHandle {
                     ErrorKind::Overloaded,
                     format!(
                         "the queue is full: {sequences} sequences were asked for, {free} of {} places are free",
-                        self.0.capacity
+                        self.0.all_places()
                     ),
                 ))
             }
@@ -93,23 +123,23 @@ impl EngineHandle {
     }
 
     /// Ends a request at its next step; unknown ones are ignored.
-    pub(crate) fn abort(&self, id: RequestId) {
-        let _ = self.0.mailbox.push(Command::Abort(id));
+    fn abort(&self, rank: u32, id: RequestId) {
+        self.0.push(Command::Abort { rank, id });
     }
 
     /// How a fetch or its cancellation ended: the blocks are not touched any more.
     pub(crate) fn kv_loaded(&self, id: RequestId, outcome: KvOutcome) {
-        let _ = self.0.mailbox.push(Command::KvLoaded(id, outcome));
+        self.0.push(Command::KvLoaded(id, outcome));
     }
 
     /// Frees blocks that were held.
     pub(crate) fn release_held(&self, id: RequestId) {
-        let _ = self.0.mailbox.push(Command::ReleaseHeld(id));
+        self.0.push(Command::ReleaseHeld(id));
     }
 
-    /// Counters and gauges after the last step.
-    pub(crate) fn stats(&self) -> EngineStats {
-        *self.0.stats.lock()
+    /// Counters and gauges of each rank after its last step.
+    pub(crate) fn stats(&self) -> Vec<RankStats> {
+        self.0.ranks.lock().stats.clone()
     }
 
     /// Resolves when the engine cannot go on.
@@ -131,7 +161,7 @@ impl EngineHandle {
     /// Ends the thread after its current step and waits for that, at most `limit`; false if it is
     /// still running then.
     pub(crate) fn stop(&self, limit: Duration) -> bool {
-        let _ = self.0.mailbox.push(Command::Stop);
+        self.0.push(Command::Stop);
         let mut ended = self.0.ended.lock();
         let deadline = Instant::now() + limit;
         while !*ended {
@@ -147,13 +177,17 @@ impl Submission {
     /// Hands the sequences over, as many as places were taken; resolves when the engine has taken
     /// them, a step later at most. Choices are numbered `0..`, one for each request in order.
     ///
-    /// Errors: the engine refused one of them, and none runs; or it cannot go on.
+    /// All go to one rank: to `pinned`, if given.
+    ///
+    /// Errors: the engine refused one of them, and none runs; no rank has room for all; or it cannot go on.
     pub(crate) async fn submit(
         self,
         requests: Vec<NewRequest>,
         arrived: Instant,
+        pinned: Option<u32>,
     ) -> Result<Generation, ApiError> {
         let Self { engine, permits } = self;
+        let rank = engine.0.enter(&requests, pinned)?;
         let room: usize = requests
             .iter()
             .map(|new| new.request.params.max_tokens as usize + EXTRA_EVENTS)
@@ -174,12 +208,14 @@ impl Submission {
         // Made before the command is sent: if this future is dropped, the guard aborts.
         let mut generation = Generation {
             engine,
+            rank,
             events,
             failed,
             running,
         };
         let (reply, answer) = oneshot::channel();
         let command = Command::Submit {
+            rank,
             requests,
             permits,
             arrived,
@@ -246,18 +282,39 @@ impl Generation {
 impl Drop for Generation {
     fn drop(&mut self) {
         for id in self.running.iter().flatten() {
-            self.engine.abort(*id);
+            self.engine.abort(self.rank, *id);
+        }
+    }
+}
+
+impl Places {
+    /// Of an engine whose only rank takes all.
+    pub(crate) fn one(capacity: u32) -> Self {
+        Self {
+            capacity,
+            slots: capacity,
+            block_size: 1,
         }
     }
 }
 
 impl Shared {
-    pub(super) fn new(capacity: u32, stats: EngineStats, progress: Arc<AtomicU64>) -> Self {
+    /// For ranks with these counters.
+    pub(crate) fn new(places: Places, stats: Vec<RankStats>, progress: Arc<AtomicU64>) -> Self {
+        let Places {
+            capacity,
+            slots,
+            block_size,
+        } = places;
         Self {
             mailbox: Mailbox::new(),
-            admission: Arc::new(Semaphore::new(capacity as usize)),
-            capacity,
-            stats: Mutex::new(stats),
+            admission: Arc::new(Semaphore::new(capacity as usize * stats.len())),
+            places,
+            ranks: Mutex::new(Ranks {
+                balancer: Balancer::new(slots, capacity, block_size),
+                inside: vec![0; stats.len()],
+                stats,
+            }),
             progress,
             base: Instant::now(),
             detector: Mutex::default(),
@@ -280,19 +337,81 @@ impl Shared {
         now
     }
 
-    pub(super) fn publish(&self, stats: EngineStats) {
-        *self.stats.lock() = stats;
+    /// Takes a rank's counters, and counts what has changed in `metrics`.
+    pub(super) fn publish(&self, rank: u32, stats: RankStats, metrics: &EngineMetrics) {
+        let mut ranks = self.ranks.lock();
+        let before = RankStats::total(&ranks.stats);
+        if let Some(own) = ranks.stats.get_mut(rank as usize) {
+            let old = std::mem::replace(own, stats);
+            if ranks.stats.len() > 1 {
+                metrics.publish_rank(rank, &old, &stats);
+            }
+        }
+        metrics.publish(&before, &RankStats::total(&ranks.stats));
+    }
+
+    /// Picks a rank for all of `requests` and counts them in.
+    fn enter(&self, requests: &[NewRequest], pinned: Option<u32>) -> Result<u32, ApiError> {
+        let sequences = u32::try_from(requests.len()).unwrap_or(u32::MAX);
+        let mut ranks = self.ranks.lock();
+        let Ranks {
+            balancer,
+            inside,
+            stats,
+        } = &mut *ranks;
+        let rank = match requests.first() {
+            // Admission has seen to it that there is room.
+            _ if stats.len() == 1 => 0,
+            None => 0,
+            Some(NewRequest { request, .. }) => {
+                let views: Vec<RankView> = stats
+                    .iter()
+                    .zip(inside.iter())
+                    .map(|(stats, inside)| RankView {
+                        load: stats.engine.load,
+                        inside: *inside,
+                    })
+                    .collect();
+                let salt = request.cache_salt.as_deref();
+                balancer.pick(&views, sequences, &request.prompt, salt, pinned)?
+            }
+        };
+        if let Some(inside) = inside.get_mut(rank as usize) {
+            *inside += sequences;
+        }
+        Ok(rank)
+    }
+
+    /// Counts sequences of a rank out.
+    pub(super) fn leave(&self, rank: u32, sequences: u32) {
+        if let Some(inside) = self.ranks.lock().inside.get_mut(rank as usize) {
+            *inside = inside.saturating_sub(sequences);
+        }
+    }
+
+    fn all_places(&self) -> usize {
+        self.places.capacity as usize * self.ranks.lock().stats.len()
+    }
+
+    /// Sends a command; when nobody reads any more it is dropped.
+    pub(crate) fn push(&self, command: Command) {
+        let _ = self.mailbox.push(command);
+    }
+
+    /// As [`Mailbox::take`].
+    pub(crate) fn take(&self, wait: bool, into: &mut VecDeque<Command>) -> bool {
+        self.mailbox.take(wait, into)
     }
 
     /// Nothing is taken any more, everybody who waits learns why; the first reason counts.
-    pub(super) fn fail(&self, error: ApiError) {
+    pub(crate) fn fail(&self, error: ApiError) {
         tracing::error!(%error, "the engine cannot go on");
         let _ = self.failure.set(error);
         self.close();
         self.failed.cancel();
     }
 
-    pub(super) fn stopped(&self) {
+    pub(crate) fn stopped(&self) {
         self.close();
         *self.ended.lock() = true;
         self.end.notify_all();

@@ -484,8 +484,26 @@ async fn each_of_64_requests_gets_its_own_text_and_count() {
 #[tokio::test]
 async fn flags_of_the_engine_are_checked_at_start() {
     type Change = fn(&mut twinfer_config::ServeConfig);
-    let changes: [(Change, &str); 3] = [
+    let changes: [(Change, &str); 9] = [
         (|c| c.num_speculative_tokens = 6, "num-speculative-tokens"),
+        (|c| c.dp = 0, "dp"),
+        (|c| c.dp = 65, "dp"),
+        (
+            |c| {
+                c.dp = 2;
+                c.role = Role::Prefill;
+            },
+            "dp",
+        ),
+        (|c| c.prefill_chunk = Some(8), "prefill-chunk"),
+        (|c| c.prefill_longest_wait = Some(8), "prefill-longest-wait"),
+        (
+            |c| {
+                c.dp = 2;
+                c.prefill_run = Some(0);
+            },
+            "prefill-run",
+        ),
         (|c| c.prefill_any_interval = 0, "prefill-any-interval"),
         (|c| c.prefill_any_interval = 1 << 20, "prefill-any-interval"),
     ];

@@ -1,0 +1,211 @@
+use crate::{ExitClass, ServeError};
+use serde::{Deserialize, Serialize};
+use twinfer_engine::phase::Phase;
+use twinfer_engine::{EngineStats, Event, KvOutcome, PromptTokenTotals, Request, RequestId};
+use twinfer_protocol::{ApiError, Epoch, Fingerprint, RankLoad};
+
+/// What a rank is to do.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Order {
+    /// Take these requests, all or none; the answer is [`News::Taken`] with the same ticket.
+    Submit { ticket: u64, requests: Vec<Request> },
+    /// End a request at its next step; unknown ones are ignored.
+    Abort(RequestId),
+    /// How a fetch or its cancellation ended.
+    KvLoaded(RequestId, KvOutcome),
+    /// Free blocks that were held.
+    ReleaseHeld(RequestId),
+    /// Take turns until the group has agreed to sleep for the time of this number ([`super::wake`]).
+    Wake(u64),
+    /// End once nothing is to be done any more.
+    Stop,
+}
+
+/// What a rank has done.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum News {
+    /// The requests of this ticket run, or were refused.
+    Taken {
+        ticket: u64,
+        outcome: Result<(), ApiError>,
+    },
+    /// Of the engine.
+    Event(Event),
+    /// Counters and gauges after a step.
+    Stats(Box<RankStats>),
+    /// The ranks agreed to sleep, for the time of this number.
+    Slept(u64),
+}
+
+/// Counters and gauges of a rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct RankStats {
+    pub(crate) engine: EngineStats,
+    pub(crate) turns: TurnCounts,
+}
+
+/// Steps of a rank among others, by what it did in them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct TurnCounts {
+    /// Rows of prompts.
+    pub(crate) prefill: u64,
+    /// Rows of generation.
+    pub(crate) decode: u64,
+    /// A step that may have both.
+    pub(crate) mixed: u64,
+    /// No rows.
+    pub(crate) dummy: u64,
+}
+
+/// What the front tells a rank's process.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum ToRank {
+    /// The first message.
+    Start(Box<Start>),
+    /// Every other one.
+    Order(Order),
+}
+
+/// All that a rank's process must know.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Start {
+    /// [`twinfer_config::ServeConfig`] as JSON, with the cores and threads of this rank.
+    pub(crate) config: String,
+    /// Name of the instance.
+    pub(crate) instance: String,
+    pub(crate) epoch: Epoch,
+    /// The ranks' own key, drawn anew by every start.
+    pub(crate) key: [u8; 32],
+    pub(crate) rank: u32,
+    pub(crate) ranks: u32,
+    pub(crate) master_port: u16,
+}
+
+/// What a rank's process tells the front.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum FromRank {
+    /// Bytes of weights read, and in all.
+    Loading { done: u64, total: u64 },
+    /// It has run a request together with the others and waits for orders.
+    Up(Box<RankUp>),
+    /// It cannot start.
+    Refused(Refusal),
+    /// What happened, in order.
+    News(Vec<News>),
+    /// It runs.
+    Beat,
+    /// It cannot go on.
+    Failed(ApiError),
+}
+
+/// What is known of a rank that is ready.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct RankUp {
+    pub(crate) fingerprint: Fingerprint,
+    /// Longest sequence, in tokens.
+    pub(crate) max_len: u32,
+    pub(crate) stats: RankStats,
+}
+
+/// Why a rank cannot start.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Refusal {
+    /// The user has to change something.
+    config: bool,
+    message: String,
+}
+
+impl Refusal {
+    pub(crate) fn of(error: &ServeError) -> Self {
+        Self {
+            config: error.exit_class() == ExitClass::Config,
+            message: error.to_string(),
+        }
+    }
+
+    pub(crate) fn into_error(self, rank: u32) -> ServeError {
+        let message = format!("rank {rank}: {}", self.message);
+        match self.config {
+            true => ServeError::Config(message),
+            false => ServeError::Engine(ApiError::new(
+                twinfer_protocol::ErrorKind::Internal,
+                message,
+            )),
+        }
+    }
+}
+
+impl TurnCounts {
+    pub(crate) fn count(&mut self, phase: Phase, rows: usize) {
+        let counter = match (rows, phase) {
+            (0, _) => &mut self.dummy,
+            (_, Phase::Prefill) => &mut self.prefill,
+            (_, Phase::Decode) => &mut self.decode,
+            (_, Phase::Mixed) => &mut self.mixed,
+        };
+        *counter += 1;
+    }
+
+    /// By name.
+    pub(crate) fn named(&self) -> [(&'static str, u64); 4] {
+        [
+            ("prefill", self.prefill),
+            ("decode", self.decode),
+            ("mixed", self.mixed),
+            ("dummy", self.dummy),
+        ]
+    }
+}
+
+impl RankStats {
+    /// Sums over ranks.
+    pub(crate) fn total(ranks: &[Self]) -> EngineStats {
+        let mut all = EngineStats::default();
+        for EngineStats {
+            load,
+            steps,
+            prompt_tokens,
+            output_tokens,
+            preemptions,
+            cache_queries,
+            cache_hits,
+            speculation,
+        } in ranks.iter().map(|rank| rank.engine)
+        {
+            add_load(&mut all.load, &load);
+            let PromptTokenTotals {
+                computed,
+                remote,
+                cached,
+            } = prompt_tokens;
+            all.prompt_tokens.computed += computed;
+            all.prompt_tokens.remote += remote;
+            all.prompt_tokens.cached += cached;
+            all.steps += steps;
+            all.output_tokens += output_tokens;
+            all.preemptions += preemptions;
+            all.cache_queries += cache_queries;
+            all.cache_hits += cache_hits;
+            all.speculation.rounds += speculation.rounds;
+            for (sum, one) in [
+                (&mut all.speculation.drafted, speculation.drafted),
+                (&mut all.speculation.accepted, speculation.accepted),
+            ] {
+                for (sum, one) in sum.iter_mut().zip(one) {
+                    *sum += one;
+                }
+            }
+        }
+        all
+    }
+}
+
+fn add_load(sum: &mut RankLoad, one: &RankLoad) {
+    sum.waiting_prefill_tokens += one.waiting_prefill_tokens;
+    sum.running += one.running;
+    sum.waiting += one.waiting;
+    sum.kv_blocks.total += one.kv_blocks.total;
+    sum.kv_blocks.used += one.kv_blocks.used;
+    sum.kv_blocks.cached += one.kv_blocks.cached;
+    sum.kv_blocks.held += one.kv_blocks.held;
+}

@@ -1,0 +1,261 @@
+//! A rank as a process of its own. Its standard input is the socket to the front.
+
+use super::core::{Patience, RankCore};
+use super::link::{LinkError, Reader, Writer, ends};
+use super::messages::{FromRank, News, Order, RankUp, Refusal, Start, ToRank};
+use crate::load::{WarmRank, warm_up_rank};
+use crate::settings::{Settings, phase_policy};
+use crate::{GroupExchange, LoadProgress, ServeError};
+use parking_lot::{Condvar, Mutex};
+use std::collections::VecDeque;
+use std::net::Ipv4Addr;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use twinfer_comm::{
+    Identity, JoinPlan, MAX_SPIN, Options, PeerKey, Placement, Topology, join, start_up_test,
+};
+use twinfer_config::ServeConfig;
+use twinfer_engine::exchange::RankLink;
+use twinfer_protocol::{ApiError, ErrorKind, Fingerprint};
+
+/// How often a rank says that it runs.
+const BEAT: Duration = Duration::from_millis(400);
+/// The front's first message is there, or will never be.
+const FIRST: Duration = Duration::from_secs(10);
+/// The ranks find each other in this time.
+const JOIN: Duration = Duration::from_secs(30);
+/// Ranks that have read their weights wait so long for the slowest.
+const LOADING: Duration = Duration::from_secs(600);
+/// Progress is told no more often.
+const TOLD: Duration = Duration::from_millis(100);
+
+/// Orders from the front.
+#[derive(Default)]
+struct Inbox {
+    orders: Mutex<VecDeque<Order>>,
+    arrived: Condvar,
+}
+
+/// Runs a rank to its end, as the front that started this process says over standard input; whether it ended well.
+/// `begin` sees the config first, before any thread is made. Whatever goes wrong is said to the front; when that is
+/// gone the process ends.
+///
+/// # Errors
+/// [`ServeError::Config`]: standard input is no such socket.
+pub fn run_rank(begin: impl FnOnce(&ServeConfig)) -> Result<bool, ServeError> {
+    let nobody = |why: String| {
+        ServeError::Config(format!(
+            "no front on standard input: {why}; ranks are started by `twinfer serve --dp`"
+        ))
+    };
+    let stream = std::io::stdin().as_fd().try_clone_to_owned();
+    let stream = UnixStream::from(stream.map_err(|e| nobody(e.to_string()))?);
+    stream.local_addr().map_err(|e| nobody(e.to_string()))?;
+    let (mut reader, writer) = ends(stream).map_err(|e| nobody(e.to_string()))?;
+    let start = match reader.next(Some(FIRST)) {
+        Ok(ToRank::Start(start)) => start,
+        Ok(ToRank::Order(_)) => return Err(nobody("an order came first".to_owned())),
+        Err(error) => return Err(nobody(error.to_string())),
+    };
+    let config: ServeConfig =
+        serde_json::from_str(&start.config).map_err(|e| nobody(e.to_string()))?;
+    begin(&config);
+    let _span = tracing::info_span!("rank", rank = start.rank).entered();
+    let writer = Arc::new(Mutex::new(writer));
+    let run = || serve(&start, &config, reader, &writer);
+    let outcome = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
+        let why = crate::engine::panic_text(panic.as_ref()).to_owned();
+        Err(End::Failed(internal(format!("it panicked: {why}"))))
+    });
+    let message = match outcome {
+        Ok(()) => return Ok(true),
+        Err(End::Refused(error)) => FromRank::Refused(Refusal::of(&error)),
+        Err(End::Failed(error)) => FromRank::Failed(error),
+    };
+    // Without a front nobody wants to know.
+    let _ = writer.lock().send(&message);
+    Ok(false)
+}
+
+/// Why a rank ends early.
+enum End {
+    Refused(ServeError),
+    Failed(ApiError),
+}
+
+impl From<ServeError> for End {
+    fn from(error: ServeError) -> Self {
+        Self::Refused(error)
+    }
+}
+
+impl From<LinkError> for End {
+    fn from(error: LinkError) -> Self {
+        Self::Failed(internal(format!("its front cannot be reached: {error}")))
+    }
+}
+
+fn internal(message: String) -> ApiError {
+    ApiError::new(ErrorKind::Internal, message)
+}
+
+fn serve(
+    start: &Start,
+    config: &ServeConfig,
+    reader: Reader,
+    writer: &Arc<Mutex<Writer>>,
+) -> Result<(), End> {
+    let system = |what| move |source| ServeError::System { what, source };
+    crate::pin_process(config)?;
+    let beats = Arc::clone(writer);
+    std::thread::Builder::new()
+        .name("beat".into())
+        .spawn(move || beat(&beats))
+        .map_err(system("start a thread"))?;
+    let inbox = Arc::new(Inbox::default());
+    let orders = Arc::clone(&inbox);
+    std::thread::Builder::new()
+        .name("orders".into())
+        .spawn(move || listen(reader, &orders))
+        .map_err(system("start a thread"))?;
+    let link = meet(start, config)?;
+    let WarmRank {
+        mut rank,
+        fingerprint,
+    } = load(config, &link, writer)?;
+    let max_len = rank.engine().max_len();
+    let mut core = RankCore::among(rank);
+    let up = RankUp {
+        fingerprint,
+        max_len,
+        stats: core.stats(),
+    };
+    writer.lock().send(&FromRank::Up(Box::new(up)))?;
+    let mut news = Vec::new();
+    loop {
+        for order in inbox.take(core.patience() == Patience::Wait) {
+            core.apply(order, &mut news);
+        }
+        match core.patience() {
+            Patience::End => return Ok(()),
+            Patience::Wait => {}
+            Patience::Step => core
+                .step(&mut news)
+                .map_err(|error| End::Failed(internal(error.to_string())))?,
+        }
+        core.publish(&mut news);
+        tell(&mut news, writer)?;
+    }
+}
+
+fn tell(news: &mut Vec<News>, writer: &Mutex<Writer>) -> Result<(), LinkError> {
+    if news.is_empty() {
+        return Ok(());
+    }
+    let message = FromRank::News(std::mem::take(news));
+    writer.lock().send(&message)?;
+    if let FromRank::News(mut sent) = message {
+        // Keeps the memory.
+        sent.clear();
+        *news = sent;
+    }
+    Ok(())
+}
+
+/// Finds the other ranks and tries the ways to them.
+fn meet(start: &Start, config: &ServeConfig) -> Result<Arc<RankLink>, ServeError> {
+    let wrong = |error: &dyn std::fmt::Display| ServeError::Config(error.to_string());
+    let topology = Topology::one_node(start.ranks).map_err(|e| wrong(&e))?;
+    let local = Ipv4Addr::LOCALHOST;
+    let placement =
+        Placement::planned(&topology, start.rank, &local.to_string(), start.master_port);
+    placement
+        .check_environment(&topology, |name| std::env::var(name).ok())
+        .map_err(|e| wrong(&e))?;
+    let spin = match config.cpus {
+        Some(_) => MAX_SPIN,
+        None => Duration::ZERO,
+    };
+    let options = Options {
+        spin,
+        ..Options::default()
+    };
+    let plan = JoinPlan {
+        identity: Identity {
+            instance: start.instance.clone(),
+            epoch: start.epoch,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            fingerprint: Fingerprint::default(),
+        },
+        topology,
+        rank: start.rank,
+        master_addr: placement.master_addr,
+        master_port: placement.master_port,
+        listen: local.into(),
+        port: 0,
+        advertise: None,
+        key: PeerKey::new(&start.key),
+        share_memory: true,
+        limit: JOIN,
+        options,
+    };
+    let lost = |message: String| ServeError::System {
+        what: "meet the other ranks",
+        source: std::io::Error::other(message),
+    };
+    let mut group = join(&plan).map_err(|e| lost(e.to_string()))?.group;
+    start_up_test(&mut group, start.epoch).map_err(|e| lost(e.to_string()))?;
+    let exchange = GroupExchange::new(group, options.patience, LOADING);
+    Ok(Arc::new(RankLink::new(Box::new(exchange))))
+}
+
+fn load(
+    config: &ServeConfig,
+    link: &Arc<RankLink>,
+    writer: &Mutex<Writer>,
+) -> Result<WarmRank, ServeError> {
+    let told = Mutex::new(Instant::now());
+    let progress = |LoadProgress { done, total }: LoadProgress| {
+        let mut told = told.lock();
+        if told.elapsed() >= TOLD || done >= total {
+            *told = Instant::now();
+            let _ = writer.lock().send(&FromRank::Loading { done, total });
+        }
+    };
+    let model = crate::model::load(config, Some(link), &progress)?;
+    let limits = Settings::engine(config);
+    warm_up_rank(model, limits, phase_policy(config), Arc::clone(link))
+}
+
+/// Says that the process runs, until nobody hears it: then there is no front.
+fn beat(writer: &Mutex<Writer>) {
+    loop {
+        std::thread::sleep(BEAT);
+        if writer.lock().send(&FromRank::Beat).is_err() {
+            std::process::exit(1);
+        }
+    }
+}
+
+/// Takes orders until the front is gone; a rank without a front has nobody to work for.
+fn listen(mut reader: Reader, inbox: &Inbox) {
+    while let Ok(ToRank::Order(order)) = reader.next(None) {
+        inbox.orders.lock().push_back(order);
+        inbox.arrived.notify_one();
+    }
+    std::process::exit(1);
+}
+
+impl Inbox {
+    /// All orders; waits for one if `wait`. Its end is that of the process: [`listen`] ends it with the front.
+    fn take(&self, wait: bool) -> VecDeque<Order> {
+        let mut orders = self.orders.lock();
+        while wait && orders.is_empty() {
+            self.arrived.wait(&mut orders);
+        }
+        std::mem::take(&mut *orders)
+    }
+}
