@@ -28,7 +28,7 @@ const SILENT_START: Duration = Duration::from_secs(10);
 /// Ranks get this long to end by themselves.
 const STOP: Duration = Duration::from_secs(2);
 /// When one rank reports another's end, that one's own end is looked for so long.
-const CULPRIT: Duration = Duration::from_millis(300);
+const CULPRIT: Duration = Duration::from_millis(200);
 /// How often the end of processes is looked for.
 const LOOK: Duration = Duration::from_millis(10);
 
@@ -311,10 +311,10 @@ impl Fleet {
         let stats = std::mem::take(&mut self.stats);
         let shared = Arc::new(Shared::new(places, stats, Arc::default()));
         running(EngineHandle::of(&shared));
-        let desks: Vec<Desk> = (0..rank_count(&self))
+        let mut desks: Vec<Desk> = (0..rank_count(&self))
             .map(|rank| Desk::new(rank, Arc::clone(&shared), None, metrics.clone()))
             .collect();
-        let outcome = catch_unwind(AssertUnwindSafe(|| self.serve(&shared, desks)));
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.serve(&shared, &mut desks)));
         let outcome = outcome.unwrap_or_else(|panic| {
             let why = panic_text(panic.as_ref());
             Err(internal(format!("the front of the ranks panicked: {why}")))
@@ -322,11 +322,12 @@ impl Fleet {
         if let Err(error) = outcome {
             shared.fail(error);
         }
-        drop(self);
+        // The sinks close with the desks; readers see the failure that was set before.
+        drop((desks, self));
         shared.stopped();
     }
 
-    fn serve(&mut self, shared: &Arc<Shared>, mut desks: Vec<Desk>) -> Result<(), ApiError> {
+    fn serve(&mut self, shared: &Arc<Shared>, desks: &mut [Desk]) -> Result<(), ApiError> {
         for (rank, reader) in (0_u32..).zip(std::mem::take(&mut self.readers)) {
             let shared = Arc::clone(shared);
             std::thread::Builder::new()
@@ -352,7 +353,7 @@ impl Fleet {
                     }
                 };
                 if let Command::Heard { news, .. } = command {
-                    let number = take_in(&mut desks, rank, news, &mut wake);
+                    let number = take_in(desks, rank, news, &mut wake);
                     self.wake(number)?;
                     continue;
                 }
