@@ -94,7 +94,7 @@ const RANKS: &[Line] = &[
         about: "every number of requests over N ranks",
         run: || {
             missing(
-                "`serve` has no ranks yet; `cargo test -p twinfer-worker --test ranks` does it without HTTP",
+                "the prompts with max_tokens 256 are missing; `cargo test --release -p twinfer-it --test dp` does it with shorter answers",
             )
         },
     },
@@ -108,7 +108,7 @@ const RANKS: &[Line] = &[
     },
     Line {
         about: "roles with and without hybrid policies, pull with ranks on both sides",
-        run: || missing("`serve` has no ranks yet"),
+        run: || missing("ranks of roles prefill and decode hand no KV over yet"),
     },
     Line {
         about: "cases and soak",
