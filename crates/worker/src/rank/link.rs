@@ -164,7 +164,8 @@ mod tests {
 
     #[test]
     fn messages_of_any_length_arrive_in_order() {
-        let ((_r, mut writer), (mut reader, _w)) = pair();
+        let ((unused, mut writer), (mut reader, _w)) = pair();
+        drop(unused);
         let sent: Vec<Vec<u32>> = [0_u32, 1, 300_000, 5]
             .into_iter()
             .map(|n| (0..n).collect())
