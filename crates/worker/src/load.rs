@@ -89,7 +89,7 @@ fn build(model: Model, limits: EngineConfig) -> Result<WarmEngine, ServeError> {
 pub(crate) fn warm_up(model: Model, limits: EngineConfig) -> Result<WarmEngine, ServeError> {
     let mut warm = build(model, limits)?;
     let request = warm_up_request(&warm.engine);
-    generate(&mut warm.engine, vec![request], 1, |_| {}).map_err(failed)?;
+    generate(&mut warm.engine, vec![request], 1, |_| {}).map_err(|e| failed(&e))?;
     Ok(warm)
 }
 
@@ -108,11 +108,11 @@ pub(crate) fn warm_up_rank(
     let request = warm_up_request(&engine);
     let mut rank =
         RankEngine::new(engine, policy, link).map_err(|error| ServeError::Config(error.message))?;
-    generate_together(&mut rank, vec![request], 1, |_| {}).map_err(failed)?;
+    generate_together(&mut rank, vec![request], 1, |_| {}).map_err(|e| failed(&e))?;
     Ok(WarmRank { rank, fingerprint })
 }
 
-fn failed(error: GenerateError) -> ServeError {
+fn failed(error: &GenerateError) -> ServeError {
     ServeError::Model(format!("the warm-up request failed: {error}"))
 }
 

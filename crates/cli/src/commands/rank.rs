@@ -35,8 +35,9 @@ pub(crate) fn run() -> Outcome {
     };
     match run_rank(|config| logging::start(config.log_format)) {
         Ok(true) => Ok(()),
-        // The front has been told and says it.
-        Ok(false) => std::process::exit(Code::Failed as i32),
+        Ok(false) => Err(Failure::failed(
+            "this rank has ended early; its front says why",
+        )),
         Err(error) => Err(Failure::new(Code::Usage, error)),
     }
 }

@@ -14,12 +14,13 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
-use std::process::{Child, Stdio};
+use std::process::{Child, ExitStatus, Stdio};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 use twinfer_comm::{Placement, Topology};
 use twinfer_config::{CoreSet, ServeConfig};
 use twinfer_protocol::{ApiError, Epoch, ErrorKind, Fingerprint};
+use twinfer_sys::PidFd;
 
 /// A rank that says nothing for so long stands still.
 const SILENT: Duration = Duration::from_millis(1500);
@@ -29,8 +30,8 @@ const SILENT_START: Duration = Duration::from_secs(10);
 const STOP: Duration = Duration::from_secs(2);
 /// When one rank reports another's end, that one's own end is looked for so long.
 const CULPRIT: Duration = Duration::from_millis(200);
-/// How often the end of processes is looked for.
-const LOOK: Duration = Duration::from_millis(10);
+/// Messages of starting ranks on their way; more wait.
+const NEWS: usize = 64;
 
 /// How ranks are started: a program that calls [`crate::run_rank`].
 #[derive(Clone, Debug)]
@@ -166,7 +167,7 @@ fn begin(start: &RankStart<'_>) -> Result<(Inbox, Vec<Seat>), ServeError> {
         what: "draw a key for the ranks",
         source: std::io::Error::other(e.to_string()),
     })?;
-    let (sender, inbox) = mpsc::channel();
+    let (sender, inbox) = mpsc::sync_channel(NEWS);
     let mut seats: Vec<Seat> = Vec::new();
     for rank in 0..ranks {
         let begun = begin_one(start, &place(rank), key, &sender);
@@ -186,7 +187,7 @@ fn begin_one(
     start: &RankStart<'_>,
     place: &Placement,
     key: [u8; 32],
-    sender: &mpsc::Sender<(u32, Starting)>,
+    sender: &mpsc::SyncSender<(u32, Starting)>,
 ) -> std::io::Result<Seat> {
     let config = share(start.config, place.rank)?;
     let (ours, theirs) = UnixStream::pair()?;
@@ -261,7 +262,7 @@ fn share(config: &ServeConfig, rank: u32) -> std::io::Result<ServeConfig> {
     Ok(own)
 }
 
-fn await_start(rank: u32, mut reader: Reader, sender: &mpsc::Sender<(u32, Starting)>) {
+fn await_start(rank: u32, mut reader: Reader, sender: &mpsc::SyncSender<(u32, Starting)>) {
     loop {
         let message = match reader.next(Some(SILENT_START)) {
             Ok(FromRank::Beat | FromRank::News(_)) => continue,
@@ -387,23 +388,19 @@ impl Fleet {
 
     /// What a rank's end means to clients. A rank that was told of another's end is not the one at fault.
     fn lost(&mut self, rank: u32, why: &str) -> ApiError {
-        let until = Instant::now() + CULPRIT;
-        loop {
-            let ended = self.seats.iter_mut().zip(0_u32..).find_map(|(seat, rank)| {
-                let status = seat.child.try_wait().ok().flatten()?;
-                let signal = status.signal()?;
-                Some((rank, signal, seat.child.id()))
-            });
-            if let Some((rank, signal, process)) = ended {
+        let each = CULPRIT / rank_count(self).max(1);
+        let (own, others): (Vec<_>, Vec<_>) = (0_u32..)
+            .zip(&mut self.seats)
+            .partition(|(seat, _)| *seat == rank);
+        for (rank, seat) in own.into_iter().chain(others) {
+            let process = seat.child.id();
+            if let Some(signal) = seat.ended(each).and_then(|status| status.signal()) {
                 return internal(format!(
                     "rank {rank} (process {process}) was ended by signal {signal}"
                 ));
             }
-            if Instant::now() >= until {
-                return internal(format!("rank {rank}: {why}"));
-            }
-            std::thread::sleep(LOOK);
         }
+        internal(format!("rank {rank}: {why}"))
     }
 
     /// Lets the ranks end by themselves.
@@ -422,6 +419,15 @@ impl Drop for Fleet {
 }
 
 impl Seat {
+    /// How it ended; none if it still runs after `limit`.
+    fn ended(&mut self, limit: Duration) -> Option<ExitStatus> {
+        let handle = PidFd::open(self.child.id()).ok()?;
+        match handle.wait_ended(limit) {
+            Ok(true) => self.child.try_wait().ok().flatten(),
+            _ => None,
+        }
+    }
+
     /// Ends it if it still runs, and collects it.
     fn end(&mut self) {
         // Both fail only for a process that was collected.
@@ -433,13 +439,13 @@ impl Seat {
 /// Waits for all to end, at most `limit`, then ends them.
 fn end_all(seats: &mut Vec<Seat>, limit: Duration) {
     let until = Instant::now() + limit;
-    let running = |seat: &mut Seat| !matches!(seat.child.try_wait(), Ok(Some(_)));
-    while seats.iter_mut().any(running) && Instant::now() < until {
-        std::thread::sleep(LOOK);
-    }
-    for seat in seats.drain(..) {
-        let mut seat = seat;
-        seat.end();
+    for mut seat in seats.drain(..) {
+        if seat
+            .ended(until.saturating_duration_since(Instant::now()))
+            .is_none()
+        {
+            seat.end();
+        }
     }
 }
 

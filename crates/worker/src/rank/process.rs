@@ -12,7 +12,7 @@ use std::net::Ipv4Addr;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 use twinfer_comm::{
     Identity, JoinPlan, MAX_SPIN, Options, PeerKey, Placement, Topology, join, start_up_test,
@@ -35,8 +35,15 @@ const TOLD: Duration = Duration::from_millis(100);
 /// Orders from the front.
 #[derive(Default)]
 struct Inbox {
-    orders: Mutex<VecDeque<Order>>,
+    state: Mutex<Orders>,
     arrived: Condvar,
+}
+
+#[derive(Default)]
+struct Orders {
+    orders: VecDeque<Order>,
+    /// The front is gone.
+    closed: bool,
 }
 
 /// Runs a rank to its end, as the front that started this process says over standard input; whether it ended well.
@@ -110,12 +117,14 @@ fn serve(
 ) -> Result<(), End> {
     let system = |what| move |source| ServeError::System { what, source };
     crate::pin_process(config)?;
-    let beats = Arc::clone(writer);
+    let inbox = Arc::new(Inbox::default());
+    // Ends the beats when this returns.
+    let (_serving, served) = mpsc::sync_channel::<()>(0);
+    let (beats, heard) = (Arc::clone(writer), Arc::clone(&inbox));
     std::thread::Builder::new()
         .name("beat".into())
-        .spawn(move || beat(&beats))
+        .spawn(move || beat(&served, &beats, &heard))
         .map_err(system("start a thread"))?;
-    let inbox = Arc::new(Inbox::default());
     let orders = Arc::clone(&inbox);
     std::thread::Builder::new()
         .name("orders".into())
@@ -136,7 +145,10 @@ fn serve(
     writer.lock().send(&FromRank::Up(Box::new(up)))?;
     let mut news = Vec::new();
     loop {
-        for order in inbox.take(core.patience() == Patience::Wait) {
+        let Some(orders) = inbox.take(core.patience() == Patience::Wait) else {
+            return Err(End::Failed(internal("its front is gone".to_owned())));
+        };
+        for order in orders {
             core.apply(order, &mut news);
         }
         match core.patience() {
@@ -230,12 +242,12 @@ fn load(
     warm_up_rank(model, limits, phase_policy(config), Arc::clone(link))
 }
 
-/// Says that the process runs, until nobody hears it: then there is no front.
-fn beat(writer: &Mutex<Writer>) {
-    loop {
-        std::thread::sleep(BEAT);
+/// Says that the process runs, until `served` ends or nobody hears it: then there is no front.
+fn beat(served: &mpsc::Receiver<()>, writer: &Mutex<Writer>, inbox: &Inbox) {
+    while served.recv_timeout(BEAT) == Err(mpsc::RecvTimeoutError::Timeout) {
         if writer.lock().send(&FromRank::Beat).is_err() {
-            std::process::exit(1);
+            inbox.close();
+            return;
         }
     }
 }
@@ -243,19 +255,24 @@ fn beat(writer: &Mutex<Writer>) {
 /// Takes orders until the front is gone; a rank without a front has nobody to work for.
 fn listen(mut reader: Reader, inbox: &Inbox) {
     while let Ok(ToRank::Order(order)) = reader.next(None) {
-        inbox.orders.lock().push_back(order);
+        inbox.state.lock().orders.push_back(order);
         inbox.arrived.notify_one();
     }
-    std::process::exit(1);
+    inbox.close();
 }
 
 impl Inbox {
-    /// All orders; waits for one if `wait`. Its end is that of the process: [`listen`] ends it with the front.
-    fn take(&self, wait: bool) -> VecDeque<Order> {
-        let mut orders = self.orders.lock();
-        while wait && orders.is_empty() {
-            self.arrived.wait(&mut orders);
+    /// All orders; waits for one if `wait`, as long as there is a front. None without one.
+    fn take(&self, wait: bool) -> Option<VecDeque<Order>> {
+        let mut state = self.state.lock();
+        while wait && state.orders.is_empty() && !state.closed {
+            self.arrived.wait(&mut state);
         }
-        std::mem::take(&mut *orders)
+        (!state.closed).then(|| std::mem::take(&mut state.orders))
+    }
+
+    fn close(&self) {
+        self.state.lock().closed = true;
+        self.arrived.notify_one();
     }
 }
