@@ -72,6 +72,8 @@ pub(crate) fn load(
     let mut options = options(config)?;
     if let Some(link) = link {
         options.ranks = Some(Arc::clone(link));
+        // Answers are the front's.
+        options.beside = 0;
         if let KvMemory::Share(share) = &mut options.kv {
             *share /= f64::from(link.ranks());
         }
