@@ -1,6 +1,7 @@
 use crate::EnvironmentKeys;
 use crate::flag::{
-    BODY_BYTES, MOST_RANKS, MOST_SECONDS, MOST_THREADS, body_bytes, count, port, seconds, tokens, whole,
+    BODY_BYTES, MOST_RANKS, MOST_SECONDS, MOST_THREADS, body_bytes, count, port, seconds, tokens,
+    whole,
 };
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;

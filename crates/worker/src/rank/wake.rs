@@ -95,7 +95,7 @@ mod tests {
 
     impl World {
         fn broadcast(&mut self, number: Option<u64>) {
-            for number in number {
+            if let Some(number) = number {
                 for rank in &mut self.ranks {
                     rank.inbox.push_back(Message::Wake(number));
                 }
