@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::{Duration, Instant};
+use tokio::task::JoinSet;
 use twinfer_it::{Client, Instance, completion_body, demo_model};
 
 const LIMIT: Duration = Duration::from_secs(20);
@@ -64,9 +65,9 @@ fn question(number: usize) -> Value {
     body["return_token_ids"] = json!(true);
     body["logprobs"] = json!(1);
     body["seed"] = json!(number);
-    body["temperature"] = json!(if number % 2 == 0 { 0.0 } else { 0.9 });
+    body["temperature"] = json!(if number.is_multiple_of(2) { 0.0 } else { 0.9 });
     body["n"] = json!(1 + number % 3);
-    body.into()
+    body
 }
 
 async fn ask(client: &Client, body: &Value) -> Value {
@@ -79,17 +80,14 @@ async fn ask(client: &Client, body: &Value) -> Value {
 }
 
 async fn ask_all(client: &Client, count: usize) -> Vec<Value> {
-    let asked: Vec<_> = (0..count)
-        .map(|number| {
-            let client = client.clone();
-            tokio::spawn(async move { ask(&client, &question(number)).await })
-        })
-        .collect();
-    let mut answers = Vec::new();
-    for answer in asked {
-        answers.push(answer.await.expect("an answer"));
+    let mut asked = JoinSet::new();
+    for number in 0..count {
+        let client = client.clone();
+        asked.spawn(async move { (number, ask(&client, &question(number)).await) });
     }
-    answers
+    let mut answers = asked.join_all().await;
+    answers.sort_by_key(|(number, _)| *number);
+    answers.into_iter().map(|(_, answer)| answer).collect()
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -166,7 +164,7 @@ async fn a_pinned_request_runs_where_it_must_and_a_rank_that_is_none_is_refused(
 async fn one_that_leaves_frees_its_blocks_and_an_idle_group_takes_no_turns() {
     let ranks = instance("2", &["--max-model-len", "4096"]).await;
     let client = ranks.client();
-    let mut body: Value = completion_body("Once upon a time", 3000).into();
+    let mut body: Value = completion_body("Once upon a time", 3000);
     body["ignore_eos"] = json!(true);
     body["stream"] = json!(true);
     for _ in 0..4 {
@@ -232,7 +230,7 @@ async fn a_rank_that_dies_or_stops_ends_the_instance_and_nothing_is_left() {
         let processes = ranks_of(ranks.process.id());
         assert_eq!(processes.len(), 2);
         let client = ranks.client();
-        let mut body: Value = completion_body("Once upon a time", 4000).into();
+        let mut body: Value = completion_body("Once upon a time", 4000);
         body["ignore_eos"] = json!(true);
         body["stream"] = json!(true);
         let mut stream = None;
