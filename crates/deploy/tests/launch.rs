@@ -232,12 +232,12 @@ fn one_that_ignores_the_end_is_killed() {
 fn one_that_is_never_ready_is_named_with_its_reason() {
     let case = Case::new(21840, "good", "never");
     let options = UpOptions {
-        ready_timeout: Duration::from_millis(1500),
+        ready_timeout: Duration::from_secs(5),
         ..Case::options()
     };
     let message = case.up(&options, stop_once).unwrap_err().to_string();
     assert!(
-        message == "not ready within 1.5 s: never (still loading); all were stopped",
+        message == "not ready within 5 s: never (still loading); all were stopped",
         "{message}"
     );
     case.nothing_is_left();
