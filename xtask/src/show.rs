@@ -84,7 +84,11 @@ const RANKS: &[Line] = &[
     },
     Line {
         about: "memory per rank; moves of experts as bytes on the wire",
-        run: || missing("memory of rank processes is not measured, and experts do not move yet"),
+        run: || {
+            missing(
+                "memory of rank processes is not measured; bytes of moves are counted by `cargo test -p twinfer-worker --test ranks` only",
+            )
+        },
     },
     Line {
         about: "sixteen ranks on two nodes, thirty-two on four",
