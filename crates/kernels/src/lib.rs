@@ -66,5 +66,5 @@ compile_error!(
 /// The instruction set is not part of it, since all give the same bits. The last number is raised with every change of
 /// a definition.
 pub fn numerics_class() -> &'static str {
-    "f32lanes16-k512-bf16pairs-w8a8-t64-r2"
+    "f32lanes16-k512-bf16pairs-w8a8-t64-r3"
 }

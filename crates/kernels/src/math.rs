@@ -18,6 +18,28 @@ pub(crate) const EXP_POLYNOMIAL: [f32; 6] = [
     0.5,
 ];
 
+/// 2^r ≈ 1 + r · P(r) on |r| ≤ 1/2 to 1.1e-4 relative, coefficients from the highest power down: a twentieth of what
+/// rounding to bf16 adds.
+pub(crate) const EXP2_POLYNOMIAL: [f32; 3] = [0.055_008_933, 0.242_210_97, 0.693_282_9];
+/// Below this 2^x counts as zero, as a bf16 of that size does in products.
+pub(crate) const EXP2_ZERO: f32 = -56.0;
+/// Numbers are not below this, so that 2^x is normal.
+pub(crate) const EXP2_MIN: f32 = -120.0;
+
+/// 2^x for x ≤ 1 with a relative error below 1.1e-4; 0 for x < −56, NaN for NaN, exactly 1 at 0.
+#[inline(always)]
+pub fn exp2_short(x: f32) -> f32 {
+    let clamped = if x < EXP2_MIN { EXP2_MIN } else { x };
+    let n = (clamped + ROUND_MAGIC) - ROUND_MAGIC;
+    let r = clamped - n;
+    let mut p = EXP2_POLYNOMIAL[0];
+    for coefficient in &EXP2_POLYNOMIAL[1..] {
+        p = p.mul_add(r, *coefficient);
+    }
+    let p = p.mul_add(r, 1.0) * power_of_two(n);
+    if x < EXP2_ZERO { 0.0 } else { p }
+}
+
 /// e^x with a relative error below 2 ulp; 0 below −104, infinity above 88.73, NaN for NaN, exactly 1 at 0. Subnormal
 /// results are rounded once more.
 #[inline(always)]
@@ -69,6 +91,23 @@ mod tests {
             x += 1.234e-3;
         }
         assert!(worst < 2.0, "{worst}");
+    }
+
+    #[test]
+    fn exp2_short_is_close_and_ends_at_its_zero() {
+        let mut worst = 0.0f64;
+        let mut x = EXP2_ZERO;
+        while x <= 1.0 {
+            worst = worst.max((f64::from(exp2_short(x)) / f64::from(x).exp2() - 1.0).abs());
+            x += 7.3e-4;
+        }
+        assert!(worst < 1.1e-4, "{worst}");
+        assert_eq!((exp2_short(0.0), exp2_short(-0.0)), (1.0, 1.0));
+        assert_eq!(exp2_short(EXP2_ZERO), 2f32.powi(-56));
+        for low in [EXP2_ZERO.next_down(), -150.0, -1e30, f32::NEG_INFINITY] {
+            assert_eq!(exp2_short(low), 0.0, "{low}");
+        }
+        assert!(exp2_short(f32::NAN).is_nan());
     }
 
     #[test]

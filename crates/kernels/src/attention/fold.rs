@@ -4,14 +4,8 @@ use super::TILE;
 use super::task::{KEY_PANELS, ROWS};
 use super::value::KvValue;
 use crate::panels::Dot;
-use crate::simd::{Simd, exp};
+use crate::simd::Simd;
 use crate::weight::PANEL;
-
-/// Factors on what was summed before a tile, and on the tile's sums, for sixteen rows.
-pub(super) struct Fold {
-    pub(super) keep: [f32; ROWS],
-    pub(super) take: [f32; ROWS],
-}
 
 /// A tile's scores and probabilities.
 pub(super) struct Room<D: Dot> {
@@ -30,7 +24,7 @@ impl<D: Dot> Room<D> {
 }
 
 /// Scales the first `used` scores of some rows, whole panels, and turns them into probabilities relative to the largest
-/// of the tile, 0 behind what a row sees. Folds m and l of all rows.
+/// so far, 0 behind what a row sees. Folds m and l of these rows and returns factors on what was summed before.
 ///
 /// # Safety
 /// `folds` holds m and l of sixteen rows, and there are at most as many; no row sees more than `used` positions.
@@ -42,19 +36,16 @@ pub(super) unsafe fn fold<D: Dot>(
     scale: f32,
     folds: *mut f32,
     room: &mut Room<D>,
-) -> Fold
+) -> [f32; ROWS]
 where
     D::Value: KvValue,
 {
     // Rows beyond the last and rows that see nothing change nothing.
     let (mut tile_m, mut tile_l) = ([f32::NEG_INFINITY; ROWS], [0.0; ROWS]);
-    let mut fold = Fold {
-        keep: [0.0; ROWS],
-        take: [0.0; ROWS],
-    };
+    let mut keeps = [0.0; ROWS];
     // SAFETY: whole vectors of a tile's scores and of sixteen rows.
     unsafe {
-        let scale = D::S::splat(scale);
+        let scale = D::S::splat(scale * D::Value::FACTOR);
         for row in 0..rows {
             if visible[row] == 0 {
                 continue;
@@ -77,12 +68,18 @@ where
                 *score = v;
             }
             tile_m[row] = D::S::largest_lane(most);
-            let m = D::S::splat(tile_m[row]);
+            let before = folds.add(row).read();
+            let m = if tile_m[row] > before {
+                tile_m[row]
+            } else {
+                before
+            };
+            let m = D::S::splat(m);
             let mut parts = [D::S::splat(0.0); 4];
             let p = room.p[row].as_mut_ptr();
             for (i, score) in scores.iter().enumerate().take(vectors) {
-                let v = exp::<D::S>(D::S::sub(*score, m));
-                let v = D::Value::put::<D::S>(v, p.add(i * D::S::LANES));
+                let v = D::Value::power::<D::S>(D::S::sub(*score, m));
+                D::Value::put::<D::S>(v, p.add(i * D::S::LANES));
                 let part = &mut parts[i % D::S::PARTS];
                 *part = D::S::add(*part, v);
             }
@@ -92,15 +89,12 @@ where
             let (m, l) = (folds.add(place), folds.add(ROWS + place));
             let tile_m = D::S::load(tile_m.as_ptr().add(place));
             let next = D::S::larger(tile_m, D::S::load(m));
-            let keep = exp::<D::S>(D::S::sub(D::S::load(m), next));
-            let take = exp::<D::S>(D::S::sub(tile_m, next));
+            let keep = D::Value::exact_power::<D::S>(D::S::sub(D::S::load(m), next));
             let tile_l = D::S::load(tile_l.as_ptr().add(place));
-            let sum = D::S::add(D::S::mul(D::S::load(l), keep), D::S::mul(tile_l, take));
-            D::S::store(l, sum);
+            D::S::store(l, D::S::fma(D::S::load(l), keep, tile_l));
             D::S::store(m, next);
-            D::S::store(fold.keep.as_mut_ptr().add(place), keep);
-            D::S::store(fold.take.as_mut_ptr().add(place), take);
+            D::S::store(keeps.as_mut_ptr().add(place), keep);
         }
     }
-    fold
+    keeps
 }

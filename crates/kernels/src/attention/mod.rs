@@ -54,14 +54,15 @@ pub type MlaSeq<'a> = KvSeq<'a>;
 /// q_latent is `[rows, H, r]`, q_rope `[rows, H, dr]`, out dense `[rows, H, r]`. Output rows of no sequence keep their
 /// content.
 ///
-/// Order: tiles of [`TILE`] absolute positions from 0 on. Per tile the scores q·key · `scale`, their maximum,
-/// p = exp(score − maximum), l_t = the sum of p by sixteen lanes, and o_t = Σ_j p_j c_j. Tiles are folded from the first
-/// to the last: m' = max(m, m_t), l' = l · exp(m − m') + l_t · exp(m_t − m'), o likewise, every operation rounded. The
-/// end is o / l.
+/// Order: tiles of [`TILE`] absolute positions from 0 on, folded from the first to the last. Per tile the scores
+/// (q·key) · `scale`, m' = the largest of them and of m, p = exp(score − m'), l_t = the sum of p by sixteen lanes, and
+/// o_t = Σ_j p_j v_j, v being c here; then l' = l · exp(m − m') + l_t and o' = o · exp(m − m') + o_t, each rounded once. Before
+/// the first tile m = −∞, l = 0, o = 0. The end is o / l.
 ///
 /// With f32 KV, q·key and o_t are one chain of fused multiply-adds each, in ascending order. With bf16 KV they are sums
 /// of [`crate::product`] in bf16: q, keys and values count as zero below 2^-56, q and p are rounded to bf16 (l_t sums p
-/// as rounded), and pairs are those of neighbours in a row, and of positions 2i and 2i + 1.
+/// before), and pairs are those of neighbours in a row, and of positions 2i and 2i + 1. There the factor is `scale` · log2 e,
+/// p = [`crate::math::exp2_short`](score − m'), and o and l are kept by exp((m − m') · ln 2).
 ///
 /// A row's result depends on its own query and positions up to its own only, whatever lies behind.
 ///

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use super::fold::{Fold, Room, fold};
+use super::fold::{Room, fold};
 use super::value::KvValue;
 use super::{KvSeq, TILE};
 use crate::panels::{
@@ -15,6 +15,10 @@ use crate::panels::{
 use crate::simd::Simd;
 use crate::weight::{LINE, PANEL};
 use crate::{Activation, DType, HeadRows};
+
+mod across;
+
+use across::{AcrossRoom, FEWEST_ROWS};
 
 /// The most rows of a register tile.
 pub(super) const ROWS: usize = MAX_ROWS;
@@ -79,6 +83,8 @@ struct Layout {
     keys: usize,
     values: usize,
     folds: usize,
+    /// Sums of values, if packed rows are lanes.
+    sums: usize,
     joined: usize,
 }
 
@@ -91,6 +97,11 @@ impl Layout {
             values: geometry.value.div_ceil(PANEL) * TILE * PANEL,
             // As many tiles as rows at worst, each with m and l of sixteen rows.
             folds: rows * 2 * ROWS,
+            sums: if rows < FEWEST_ROWS {
+                0
+            } else {
+                rows.div_ceil(ROWS) * geometry.value.next_multiple_of(PANEL) * ROWS
+            },
             joined: geometry.key.next_multiple_of(ROWS),
         }
     }
@@ -110,7 +121,8 @@ impl Task {
 pub(super) fn scratch_length(geometry: &Geometry, task: &Task) -> usize {
     let (groups, heads, _) = task.groups(geometry);
     let layout = Layout::new(geometry, (task.rows.1 - task.rows.0) * heads);
-    (layout.queries + layout.folds) * groups + layout.keys + layout.values + layout.joined
+    let of_group = layout.queries + layout.folds + layout.sums;
+    of_group * groups + layout.keys + layout.values + layout.joined
 }
 
 panel_kernel! {
@@ -149,7 +161,13 @@ where
         let keys = scratch.add(layout.queries * groups);
         let values = keys.add(layout.keys);
         let folds = values.add(layout.values);
-        let joined = folds.add(layout.folds * groups);
+        let sums = folds.add(layout.folds * groups);
+        let joined = sums.add(layout.sums * groups);
+        let places = Places {
+            queries: scratch,
+            folds,
+            sums,
+        };
         let mut work = Work::<D> {
             call,
             kv_head,
@@ -162,6 +180,7 @@ where
             keys: keys.cast(),
             values: values.cast(),
             folds,
+            sums,
             rows_at: [[std::ptr::null(); TILE]; 2],
             now: 0,
             ahead: Ahead {
@@ -177,10 +196,11 @@ where
             work.prefetch(part);
         }
         for group in 0..groups {
-            work.turn_to(task, &layout, scratch, folds, group);
+            work.turn_to(task, &layout, &places, group);
             work.prepare(joined);
         }
         let mut room = Room::<D>::new();
+        let mut across_room = AcrossRoom::new();
         for base in (0..=last).step_by(TILE) {
             let count = TILE.min(last + 1 - base);
             let mut next_tile = if base + TILE <= last {
@@ -199,7 +219,7 @@ where
                 next_tile.turns = groups;
             }
             for group in 0..groups {
-                work.turn_to(task, &layout, scratch, folds, group);
+                work.turn_to(task, &layout, &places, group);
                 work.ahead = Ahead {
                     turn: group,
                     ..next_tile
@@ -211,14 +231,22 @@ where
                 let tiles = rows.div_ceil(D::ROWS);
                 for tile in 0..tiles {
                     let range = tile_rows(rows, tiles, tile);
-                    work.tile(tile, range, base, count, together, &mut room);
+                    if work.across() {
+                        work.tile_across(tile, range, base, count, together, &mut across_room);
+                    } else {
+                        work.tile(tile, range, base, count, together, &mut room);
+                    }
                 }
             }
             work.now = 1 - work.now;
         }
         for group in 0..groups {
-            work.turn_to(task, &layout, scratch, folds, group);
-            work.finish();
+            work.turn_to(task, &layout, &places, group);
+            if work.across() {
+                work.finish_across();
+            } else {
+                work.finish();
+            }
         }
     }
 }
@@ -233,6 +261,13 @@ struct Ahead {
     /// Whole rows are asked for, in so many turns of [`PARTS`], of which this is one; else the head's keys and values.
     turn: usize,
     turns: usize,
+}
+
+/// Where scratch of the first group lies.
+struct Places {
+    queries: *mut f32,
+    folds: *mut f32,
+    sums: *mut f32,
 }
 
 /// A task at one of its groups, with scratch. Packed row i is row i / heads by head i % heads of the group.
@@ -250,6 +285,8 @@ struct Work<'a, D: Dot> {
     values: *mut [u32; PANEL],
     /// Per tile of rows m of sixteen rows, then l.
     folds: *mut f32,
+    /// Sums of values if packed rows are lanes: per tile of rows, value a line.
+    sums: *mut f32,
     /// Where the KV rows of a tile of positions begin: of the present one, and of the next.
     rows_at: [[*const D::Value; TILE]; 2],
     /// Which is the present one.
@@ -265,24 +302,25 @@ where
 {
     /// Turns to a group of heads: each has queries and folds of its own.
     #[inline(always)]
-    fn turn_to(
-        &mut self,
-        task: &Task,
-        layout: &Layout,
-        queries: *mut f32,
-        folds: *mut f32,
-        group: usize,
-    ) {
+    fn turn_to(&mut self, task: &Task, layout: &Layout, places: &Places, group: usize) {
         let geometry = &self.call.geometry;
         self.kv_head = task.heads.0 / (geometry.heads / geometry.kv_heads) + group;
         self.head_from = task.heads.0 + group * self.heads;
-        self.queries = queries.wrapping_add(group * layout.queries).cast();
-        self.folds = folds.wrapping_add(group * layout.folds);
+        let queries = places.queries.wrapping_add(group * layout.queries);
+        self.queries = queries.cast();
+        self.folds = places.folds.wrapping_add(group * layout.folds);
+        self.sums = places.sums.wrapping_add(group * layout.sums);
     }
 
     #[inline(always)]
     fn key_lines(&self) -> usize {
         self.call.geometry.key.div_ceil(D::K)
+    }
+
+    /// Whether packed rows are lanes.
+    #[inline(always)]
+    fn across(&self) -> bool {
+        D::PANELS_ARE_CELLS && self.rows >= FEWEST_ROWS
     }
 
     /// Where the output of a packed row begins.
@@ -409,17 +447,23 @@ where
         let tiles = self.rows.div_ceil(D::ROWS);
         for tile in 0..tiles {
             let range = tile_rows(self.rows, tiles, tile);
+            let (mut from, mut all) = (range.start * lines, range.len());
+            if self.across() {
+                (from, all) = (tile * ROWS * lines, ROWS);
+                // SAFETY: every tile has its lines. Lanes without a row are computed with, too.
+                unsafe { self.queries.add(from).write_bytes(0, lines * ROWS) };
+            }
             for (place, packed) in range.clone().enumerate() {
                 let row = self.row_from + packed / self.heads;
                 let head = self.head_from + packed % self.heads;
                 let mut q = self.call.q.head(row, head);
                 // SAFETY: the scratch has room for a joined query and for the cells of all rows.
                 unsafe {
-                    let mut to = self.queries.add(range.start * lines + place);
+                    let mut to = self.queries.add(from + place);
                     if let Some(rope) = self.call.q_rope {
                         let rope = rope.head(row, head);
                         if q.len().is_multiple_of(D::K) {
-                            let (all, own) = (range.len(), q.len());
+                            let own = q.len();
                             pack_row::<D>(Activation::PerToken, q.as_ptr(), own, to, all);
                             to = to.add(own / D::K * all);
                             q = rope;
@@ -431,7 +475,7 @@ where
                             q = std::slice::from_raw_parts(joined, geometry.key);
                         }
                     }
-                    pack_row::<D>(Activation::PerToken, q.as_ptr(), q.len(), to, range.len());
+                    pack_row::<D>(Activation::PerToken, q.as_ptr(), q.len(), to, all);
                 }
             }
             for row in 0..ROWS {
@@ -567,26 +611,23 @@ where
             self.scores(range.clone(), most, room);
             let folds = self.folds.add(tile * 2 * ROWS);
             let scale = self.call.geometry.scale;
-            let fold = if most > TILE - PANEL {
+            let keep = if most > TILE - PANEL {
                 fold::<D>(range.len(), &visible, TILE, scale, folds, room)
             } else {
                 let used = most.next_multiple_of(PANEL);
                 fold::<D>(range.len(), &visible, used, scale, folds, room)
             };
             if together {
-                self.add_values(range, base, &visible, most, &room.p, &fold);
+                self.add_values(range, base, &visible, most, &room.p, &keep);
                 return;
             }
             for (place, packed) in range.enumerate() {
                 if visible[place] > 0 {
                     self.pack_values(visible[place]);
-                    let alone = Fold {
-                        keep: [fold.keep[place]; ROWS],
-                        take: [fold.take[place]; ROWS],
-                    };
+                    let keep = [keep[place]; ROWS];
                     let visible = [visible[place]; ROWS];
                     let p = &room.p[place..=place];
-                    self.add_values(packed..packed + 1, base, &visible, visible[0], p, &alone);
+                    self.add_values(packed..packed + 1, base, &visible, visible[0], p, &keep);
                 }
             }
             // Others may come after this tile of rows.
@@ -623,8 +664,7 @@ where
         }
     }
 
-    /// out ← out · keep + (Σ_j p_j v_j) · take for rows that see something. In the first tile, which all rows see, out counts
-    /// as 0.
+    /// out ← out · keep + Σ_j p_j v_j for rows that see something. In the first tile, which all rows see, out counts as 0.
     #[inline(always)]
     unsafe fn add_values(
         &self,
@@ -633,7 +673,7 @@ where
         visible: &[usize; ROWS],
         most: usize,
         p: &[[D::Value; TILE]],
-        fold: &Fold,
+        keep: &[f32; ROWS],
     ) {
         let geometry = &self.call.geometry;
         let (lines, used) = (TILE / D::K, most.div_ceil(D::K));
@@ -671,7 +711,7 @@ where
                         continue;
                     }
                     let out = outs[row].add(column);
-                    let (keep, take) = (fold.keep[row], fold.take[row]);
+                    let keep = keep[row];
                     if width == PANEL {
                         let out = out.cast::<[f32; PANEL]>();
                         let mut sum = if base == 0 {
@@ -680,14 +720,14 @@ where
                             out.read_unaligned()
                         };
                         for (out, add) in sum.iter_mut().zip(&sums[row]) {
-                            *out = *out * keep + f32::from_bits(*add) * take;
+                            *out = out.mul_add(keep, f32::from_bits(*add));
                         }
                         out.write_unaligned(sum);
                     } else {
                         for (i, add) in sums[row].iter().enumerate().take(width) {
                             let out = out.add(i);
                             let before = if base == 0 { 0.0 } else { out.read() };
-                            out.write(before * keep + f32::from_bits(*add) * take);
+                            out.write(before.mul_add(keep, f32::from_bits(*add)));
                         }
                     }
                 }

@@ -1,7 +1,8 @@
 //! KV elements as tiles of attention need them.
 
-use crate::panels::{RowValue, SMALLEST, SMALLEST_BITS, clean_pairs};
-use crate::simd::Simd;
+use crate::math::LOG2_E;
+use crate::panels::{RowValue, SMALLEST_BITS, clean_pairs};
+use crate::simd::{Simd, exp};
 use crate::weight::PANEL;
 
 /// All ones in not-a-number and infinity.
@@ -27,11 +28,33 @@ pub(super) trait KvValue: RowValue {
     /// Whether all values are finite.
     fn all_finite(values: &[Self]) -> bool;
 
-    /// Stores probabilities and returns them as stored.
+    /// Factor on scores before [`KvValue::power`].
+    const FACTOR: f32;
+
+    /// e^v, or 2^v where [`KvValue::FACTOR`] makes that the same; 0 where that is too small for products.
+    ///
+    /// # Safety
+    /// The processor has the instruction set.
+    unsafe fn power<S: Simd>(v: S::V) -> S::V;
+
+    /// The same to full precision, for factors on sums.
+    ///
+    /// # Safety
+    /// The processor has the instruction set.
+    unsafe fn exact_power<S: Simd>(v: S::V) -> S::V;
+
+    /// Stores probabilities.
     ///
     /// # Safety
     /// The processor has the instruction set, and `to` room for a vector.
-    unsafe fn put<S: Simd>(v: S::V, to: *mut Self) -> S::V;
+    unsafe fn put<S: Simd>(v: S::V, to: *mut Self);
+
+    /// Stores the probabilities of two positions for sixteen rows: lines with a cell per row.
+    ///
+    /// # Safety
+    /// The processor has the instruction set, whose vectors have sixteen lanes; `to` has room for the lines of two
+    /// positions.
+    unsafe fn put_lines<S: Simd>(first: S::V, second: S::V, to: *mut [u32; PANEL]);
 }
 
 impl KvValue for f32 {
@@ -64,11 +87,33 @@ impl KvValue for f32 {
             .fold(true, |all, value| all & value.is_finite())
     }
 
+    const FACTOR: f32 = 1.0;
+
     #[inline(always)]
-    unsafe fn put<S: Simd>(v: S::V, to: *mut f32) -> S::V {
+    unsafe fn power<S: Simd>(v: S::V) -> S::V {
         // SAFETY: the caller's duty.
-        unsafe { S::store(to, v) };
-        v
+        unsafe { exp::<S>(v) }
+    }
+
+    #[inline(always)]
+    unsafe fn exact_power<S: Simd>(v: S::V) -> S::V {
+        // SAFETY: the caller's duty.
+        unsafe { exp::<S>(v) }
+    }
+
+    #[inline(always)]
+    unsafe fn put<S: Simd>(v: S::V, to: *mut f32) {
+        // SAFETY: the caller's duty.
+        unsafe { S::store(to, v) }
+    }
+
+    #[inline(always)]
+    unsafe fn put_lines<S: Simd>(first: S::V, second: S::V, to: *mut [u32; PANEL]) {
+        // SAFETY: the caller's duty.
+        unsafe {
+            S::store(to.cast(), first);
+            S::store(to.add(1).cast(), second);
+        }
     }
 }
 
@@ -102,9 +147,29 @@ impl KvValue for u16 {
         most < BF16_EXPONENT
     }
 
+    const FACTOR: f32 = LOG2_E;
+
     #[inline(always)]
-    unsafe fn put<S: Simd>(v: S::V, to: *mut u16) -> S::V {
+    unsafe fn power<S: Simd>(v: S::V) -> S::V {
         // SAFETY: the caller's duty.
-        unsafe { S::put_bf16(to, S::without_small(v, SMALLEST)) }
+        unsafe { S::exp2_short(v) }
+    }
+
+    #[inline(always)]
+    unsafe fn exact_power<S: Simd>(v: S::V) -> S::V {
+        // SAFETY: the caller's duty.
+        unsafe { exp::<S>(S::mul(v, S::splat(std::f32::consts::LN_2))) }
+    }
+
+    #[inline(always)]
+    unsafe fn put<S: Simd>(v: S::V, to: *mut u16) {
+        // SAFETY: the caller's duty.
+        unsafe { S::put_bf16(to, v) }
+    }
+
+    #[inline(always)]
+    unsafe fn put_lines<S: Simd>(first: S::V, second: S::V, to: *mut [u32; PANEL]) {
+        // SAFETY: the caller's duty.
+        unsafe { S::put_bf16_pairs(to.cast(), first, second) }
     }
 }

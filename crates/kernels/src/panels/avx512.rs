@@ -256,6 +256,7 @@ macro_rules! dot {
             type Cell = u32;
             const K: usize = $k;
             const ROWS: usize = 16;
+            const PANELS_ARE_CELLS: bool = true;
 
             #[inline(always)]
             unsafe fn cell(values: *const $value) -> u32 {

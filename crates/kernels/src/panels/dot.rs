@@ -28,6 +28,9 @@ pub(crate) trait Dot: 'static {
     const K: usize;
     /// Most rows of a tile.
     const ROWS: usize;
+    /// Whether the lines of a panel are also the cells of its columns as rows of a tile of sixteen, and a line is one
+    /// vector: then either side of a product can be its rows.
+    const PANELS_ARE_CELLS: bool = false;
 
     /// The cell of K values.
     unsafe fn cell(values: *const Self::Value) -> Self::Cell;

@@ -16,9 +16,7 @@ mod tile;
 
 pub(crate) use dot::{Dot, Level, clean_pairs, panel_kernel};
 pub use pack::quantize_rows;
-pub(crate) use pack::{
-    SMALLEST, SMALLEST_BITS, Value as RowValue, pack_row, quantize_row, round_small_bf16,
-};
+pub(crate) use pack::{SMALLEST_BITS, Value as RowValue, pack_row, quantize_row, round_small_bf16};
 pub use product::{
     grouped_product, grouped_product_gated, grouped_product_gathered, per_head_product, product,
     product_accumulators, product_gated,

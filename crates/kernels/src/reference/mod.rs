@@ -4,7 +4,7 @@
 
 pub mod int4;
 
-use crate::math::{exp, silu};
+use crate::math::{exp, exp2_short, silu};
 use crate::{DType, GqaParams, GqaSeq, HeadRows, K_BLOCK, Matrix, MlaParams, MlaSeq, TILE};
 
 /// Number of lanes of every sum.
@@ -224,6 +224,10 @@ fn attend(
     out: &mut [f32],
 ) {
     out.fill(0.0);
+    let (scale, power): (f32, fn(f32) -> f32) = match kv_type {
+        DType::Bf16 => (scale * std::f32::consts::LOG2_E, exp2_short),
+        DType::F32 => (scale, exp),
+    };
     let (mut m, mut l) = (f32::NEG_INFINITY, 0.0f32);
     for (keys, values) in keys.chunks(TILE).zip(values.chunks(TILE)) {
         let scores: Vec<f32> = keys
@@ -231,17 +235,16 @@ fn attend(
             .map(|key| dot_of(kv_type, q, key) * scale)
             .collect();
         let tile_m = largest(&scores);
-        let mut p: Vec<f32> = scores.iter().map(|score| exp(score - tile_m)).collect();
-        if kv_type == DType::Bf16 {
-            p.iter_mut().for_each(|p| *p = small_bf16(*p));
-        }
-        let tile_l = sum_lanes(&p);
         let next = if tile_m > m { tile_m } else { m };
-        let (keep, take) = (exp(m - next), exp(tile_m - next));
-        (m, l) = (next, l * keep + tile_l * take);
+        let p: Vec<f32> = scores.iter().map(|score| power(score - next)).collect();
+        let keep = match kv_type {
+            DType::Bf16 => exp((m - next) * std::f32::consts::LN_2),
+            DType::F32 => exp(m - next),
+        };
+        (m, l) = (next, l.mul_add(keep, sum_lanes(&p)));
         for (column, out) in out.iter_mut().enumerate() {
             let column: Vec<f32> = values.iter().map(|value| value[column]).collect();
-            *out = *out * keep + dot_of(kv_type, &p, &column) * take;
+            *out = out.mul_add(keep, dot_of(kv_type, &p, &column));
         }
     }
     out.iter_mut().for_each(|out| *out /= l);

@@ -153,6 +153,11 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn choose(a: __m256, b: __m256, x: __m256, y: __m256) -> __m256 {
+        _mm256_blendv_ps(y, x, _mm256_cmp_ps::<_CMP_GT_OQ>(a, b))
+    }
+
+    #[inline(always)]
     unsafe fn larger(a: __m256, b: __m256) -> __m256 {
         _mm256_max_ps(a, b)
     }

@@ -104,15 +104,55 @@ impl<const BF16: bool> Simd for Avx512Level<BF16> {
     }
 
     #[inline(always)]
-    unsafe fn put_bf16(to: *mut u16, v: __m512) -> __m512 {
-        let bits = if BF16 {
-            std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(v))
+    unsafe fn put_bf16(to: *mut u16, v: __m512) {
+        if BF16 {
+            let bits = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(v));
+            _mm256_storeu_si256(to.cast(), bits);
         } else {
             Self::store_bf16(to, v);
-            _mm256_loadu_si256(to.cast())
-        };
-        _mm256_storeu_si256(to.cast(), bits);
-        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(bits)))
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn put_bf16_pairs(to: *mut u32, first: __m512, second: __m512) {
+        if BF16 {
+            let both = _mm512_cvtne2ps_pbh(second, first);
+            let both = std::mem::transmute::<__m512bh, __m512i>(both);
+            // Lane i of the first vector, then of the second.
+            let halves = _mm512_set_epi16(
+                31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
+                20, 4, 19, 3, 18, 2, 17, 1, 16, 0,
+            );
+            _mm512_storeu_si512(to.cast(), _mm512_permutexvar_epi16(halves, both));
+        } else {
+            let (mut lower, mut upper) = ([0u16; 16], [0u16; 16]);
+            Self::store_bf16(lower.as_mut_ptr(), first);
+            Self::store_bf16(upper.as_mut_ptr(), second);
+            let lower = _mm512_cvtepu16_epi32(_mm256_loadu_si256(lower.as_ptr().cast()));
+            let upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256(upper.as_ptr().cast()));
+            let cells = _mm512_or_si512(lower, _mm512_slli_epi32::<16>(upper));
+            _mm512_storeu_si512(to.cast(), cells);
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn choose(a: __m512, b: __m512, x: __m512, y: __m512) -> __m512 {
+        _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b), x)
+    }
+
+    #[inline(always)]
+    unsafe fn exp2_short(x: __m512) -> __m512 {
+        use crate::math::{EXP2_POLYNOMIAL, EXP2_ZERO, ROUND_MAGIC};
+        // What is far below becomes anything, and then zero.
+        let kept = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(EXP2_ZERO));
+        let magic = _mm512_set1_ps(ROUND_MAGIC);
+        let n = _mm512_sub_ps(_mm512_add_ps(x, magic), magic);
+        let r = _mm512_sub_ps(x, n);
+        let mut p = _mm512_set1_ps(EXP2_POLYNOMIAL[0]);
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(EXP2_POLYNOMIAL[1]));
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(EXP2_POLYNOMIAL[2]));
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0));
+        _mm512_maskz_scalef_ps(kept, p, n)
     }
 
     #[inline(always)]

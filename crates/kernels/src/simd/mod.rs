@@ -55,14 +55,11 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn store_bf16(to: *mut u16, v: Self::V);
 
     /// Stores the nearest bf16 (ties to even) of LANES values that are zero, no number, or no smaller than the smallest
-    /// normal number, and returns them as stored.
+    /// normal number.
     #[inline(always)]
-    unsafe fn put_bf16(to: *mut u16, v: Self::V) -> Self::V {
+    unsafe fn put_bf16(to: *mut u16, v: Self::V) {
         // SAFETY: the caller's duty.
-        unsafe {
-            Self::store_bf16(to, v);
-            Self::load_bf16(to)
-        }
+        unsafe { Self::store_bf16(to, v) }
     }
     /// Sixteen cells of one bf16 of `lower` below one of `upper`, magnitudes below that of `smallest`, a power of two, as
     /// zero.
@@ -98,6 +95,43 @@ pub(crate) trait Simd: Copy + 'static {
                 Self::mul(p, Self::power_of_two(half)),
                 Self::power_of_two(Self::sub(n, half)),
             )
+        }
+    }
+
+    /// x where a > b, else y.
+    unsafe fn choose(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
+
+    /// [`crate::math::exp2_short`].
+    #[inline(always)]
+    unsafe fn exp2_short(x: Self::V) -> Self::V {
+        use crate::math::{EXP2_MIN, EXP2_POLYNOMIAL, EXP2_ZERO, ROUND_MAGIC};
+        // SAFETY: the caller's duty. The order of the operands of `larger` keeps NaN.
+        unsafe {
+            let clamped = Self::larger(Self::splat(EXP2_MIN), x);
+            let magic = Self::splat(ROUND_MAGIC);
+            let n = Self::sub(Self::add(clamped, magic), magic);
+            let r = Self::sub(clamped, n);
+            let mut p = Self::splat(EXP2_POLYNOMIAL[0]);
+            p = Self::fma(p, r, Self::splat(EXP2_POLYNOMIAL[1]));
+            p = Self::fma(p, r, Self::splat(EXP2_POLYNOMIAL[2]));
+            p = Self::fma(p, r, Self::splat(1.0));
+            let p = Self::mul(p, Self::power_of_two(n));
+            Self::choose(Self::splat(EXP2_ZERO), x, Self::splat(0.0), p)
+        }
+    }
+
+    /// Cells of the nearest bf16 of `first` below that of `second`, which are as for [`Simd::put_bf16`].
+    #[inline(always)]
+    unsafe fn put_bf16_pairs(to: *mut u32, first: Self::V, second: Self::V) {
+        let (mut lower, mut upper) = ([0u16; STEP], [0u16; STEP]);
+        // SAFETY: the caller's duty; a vector has at most sixteen lanes.
+        unsafe {
+            Self::put_bf16(lower.as_mut_ptr(), first);
+            Self::put_bf16(upper.as_mut_ptr(), second);
+            for lane in 0..Self::LANES {
+                let cell = u32::from(lower[lane]) | (u32::from(upper[lane]) << 16);
+                to.add(lane).write_unaligned(cell);
+            }
         }
     }
 

@@ -138,6 +138,11 @@ impl Simd for Portable {
     }
 
     #[inline(always)]
+    unsafe fn choose(a: V, b: V, x: V, y: V) -> V {
+        std::array::from_fn(|lane| if a[lane] > b[lane] { x[lane] } else { y[lane] })
+    }
+
+    #[inline(always)]
     unsafe fn larger(a: V, b: V) -> V {
         each(a, b, |a, b| if a > b { a } else { b })
     }
