@@ -320,7 +320,8 @@ where
     /// Whether packed rows are lanes.
     #[inline(always)]
     fn across(&self) -> bool {
-        D::PANELS_ARE_CELLS && self.rows >= FEWEST_ROWS
+        // The largest of the products is scaled, not that of scaled ones.
+        D::PANELS_ARE_CELLS && self.rows >= FEWEST_ROWS && self.call.geometry.scale > 0.0
     }
 
     /// Where the output of a packed row begins.
@@ -515,25 +516,19 @@ where
         }
     }
 
-    /// Whether all values of some positions are finite.
+    /// Whether all packed values of some positions are finite.
     #[inline(always)]
     unsafe fn all_finite(&self, count: usize) -> bool {
-        let geometry = &self.call.geometry;
-        let from = geometry.values_from + self.kv_head * geometry.value;
+        let (lines, used) = (TILE / D::K, count.div_ceil(D::K));
         let mut all = true;
-        for place in 0..count {
-            let row = self.kv_row(place).wrapping_add(from);
-            if row.is_aligned() {
-                // SAFETY: every row has all values.
-                all &= D::Value::all_finite(unsafe {
-                    std::slice::from_raw_parts(row, geometry.value)
-                });
-            } else {
-                for i in 0..geometry.value {
-                    // SAFETY: as above.
-                    all &= D::Value::all_finite(&[unsafe { row.add(i).read_unaligned() }]);
-                }
-            }
+        for panel in 0..self.call.geometry.value.div_ceil(PANEL) {
+            // SAFETY: values are packed for `used` lines of each panel.
+            all &= D::Value::all_finite(unsafe {
+                std::slice::from_raw_parts(
+                    self.values.add(panel * lines).cast(),
+                    used * PANEL * D::K,
+                )
+            });
         }
         all
     }

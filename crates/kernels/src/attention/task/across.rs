@@ -54,31 +54,34 @@ where
         room: &mut AcrossRoom,
     ) {
         // Rows grow, and so does what they see.
-        let (mut seen, rows) = ([0.0; ROWS], range.len());
         let least = self.visible(range.start, base, count);
         let most = self.visible(range.end - 1, base, count);
         if most == 0 {
             return;
         }
-        for (seen, packed) in seen.iter_mut().zip(range.clone()) {
-            *seen = self.visible(packed, base, count) as f32;
+        let mut seen = [most as f32; ROWS];
+        if least < most {
+            for (seen, packed) in seen.iter_mut().zip(range.clone()) {
+                *seen = self.visible(packed, base, count) as f32;
+            }
         }
-        seen[rows..].fill(most as f32);
         // SAFETY: the caller's duty; folds hold m and l of sixteen rows.
         unsafe {
             let seen = D::S::load(seen.as_ptr());
             let first_rows = range.start == 0;
-            let tile_m = self.scores_across(tile, first_rows, seen, least, most, room);
+            let scale = D::S::splat(self.call.geometry.scale * D::Value::FACTOR);
+            let largest = self.products_across(tile, first_rows, seen, least, most, room);
+            let tile_m = D::S::mul(largest, scale);
             let m = self.folds.add(tile * 2 * ROWS);
             let l = m.add(ROWS);
             let before = D::S::load(m);
             let next = D::S::larger(tile_m, before);
             let keep = D::Value::exact_power::<D::S>(D::S::sub(before, next));
             let tile_l = match most.div_ceil(PANEL) {
-                1 => Self::powers::<1>(next, room),
-                2 => Self::powers::<2>(next, room),
-                3 => Self::powers::<3>(next, room),
-                _ => Self::powers::<KEY_PANELS>(next, room),
+                1 => Self::powers::<1>(scale, next, room),
+                2 => Self::powers::<2>(scale, next, room),
+                3 => Self::powers::<3>(scale, next, room),
+                _ => Self::powers::<KEY_PANELS>(scale, next, room),
             };
             D::S::store(m, next);
             D::S::store(l, D::S::fma(D::S::load(l), keep, tile_l));
@@ -107,10 +110,10 @@ where
         }
     }
 
-    /// Scores of positions before `most`, whole panels of them, −∞ where a row does not see one; returns the largest of each
-    /// row. All rows see the positions before `least`.
+    /// Products with the keys before `most`, whole panels of them, −∞ where a row does not see one; returns the largest of
+    /// each row. All rows see the positions before `least`.
     #[inline(always)]
-    unsafe fn scores_across(
+    unsafe fn products_across(
         &self,
         tile: usize,
         first_rows: bool,
@@ -123,7 +126,6 @@ where
         // SAFETY: queries of the tile and as many panels of keys as `most` needs are packed.
         unsafe {
             let queries = self.queries.add(tile * ROWS * lines).cast();
-            let scale = D::S::splat(self.call.geometry.scale * D::Value::FACTOR);
             let none = D::S::splat(f32::NEG_INFINITY);
             let mut largest = none;
             for panel in 0..most.div_ceil(PANEL) {
@@ -136,12 +138,12 @@ where
                 }
                 for place in 0..PANEL {
                     let score = scores.add(place).cast::<f32>();
-                    let mut v = D::S::mul(D::S::load(score), scale);
+                    let mut v = D::S::load(score);
                     if from + PANEL > least {
                         let position = D::S::splat((from + place) as f32);
                         v = D::S::choose(seen, position, v, none);
+                        D::S::store(score, v);
                     }
-                    D::S::store(score, v);
                     largest = D::S::larger(v, largest);
                 }
             }
@@ -149,9 +151,10 @@ where
         }
     }
 
-    /// Turns the scores of some panels of positions into probabilities relative to `m`, and returns their sums.
+    /// Turns the products with some panels of keys into probabilities relative to `m`, and returns their sums.
     #[inline(always)]
     unsafe fn powers<const PANELS: usize>(
+        scale: <D::S as Simd>::V,
         m: <D::S as Simd>::V,
         room: &mut AcrossRoom,
     ) -> <D::S as Simd>::V {
@@ -165,8 +168,10 @@ where
                     let position = panel * PANEL + place;
                     let first = D::S::load(scores.add(position * PANEL));
                     let second = D::S::load(scores.add((position + 1) * PANEL));
-                    let first = D::Value::power::<D::S>(D::S::sub(first, m));
-                    let second = D::Value::power::<D::S>(D::S::sub(second, m));
+                    let first = D::S::sub(D::S::mul(first, scale), m);
+                    let second = D::S::sub(D::S::mul(second, scale), m);
+                    let first = D::Value::power::<D::S>(first);
+                    let second = D::Value::power::<D::S>(second);
                     first_sum = D::S::add(first_sum, first);
                     second_sum = D::S::add(second_sum, second);
                     let to = room.p.as_mut_ptr().add(position / D::K);
@@ -257,7 +262,11 @@ where
                     let width = PANEL.min(value - column);
                     for (row, packed) in rows.iter().zip(tile_rows(self.rows, tiles, tile)) {
                         let out = self.out(packed).add(column);
-                        out.copy_from_nonoverlapping(row.as_ptr().cast(), width);
+                        if width == PANEL {
+                            out.cast::<[u32; PANEL]>().write_unaligned(*row);
+                        } else {
+                            out.copy_from_nonoverlapping(row.as_ptr().cast(), width);
+                        }
                     }
                 }
             }
