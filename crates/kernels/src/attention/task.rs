@@ -557,9 +557,14 @@ where
                     self.prefetch(VALUE_PART + line / part_lines);
                 }
                 let to = self.values.add(line);
-                for panel in 0..whole {
+                for panel in (0..whole - whole % 2).step_by(2) {
                     let column = panel * PANEL;
-                    let to = to.add(panel * lines);
+                    let to = [to.add(panel * lines), to.add((panel + 1) * lines)];
+                    D::Value::two_lines::<D::S>(first.add(column), second.add(column), to);
+                }
+                if whole % 2 == 1 {
+                    let column = (whole - 1) * PANEL;
+                    let to = to.add((whole - 1) * lines);
                     D::Value::line::<D::S>(first.add(column), second.add(column), to);
                 }
                 if whole < panels {

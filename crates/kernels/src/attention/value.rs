@@ -25,6 +25,16 @@ pub(super) trait KvValue: RowValue {
     /// The processor has the instruction set, both rows have sixteen values, and `to` is writable.
     unsafe fn line<S: Simd>(lower: *const Self, upper: *const Self, to: *mut [u32; PANEL]);
 
+    /// [`KvValue::line`] for two lines of thirty-two values.
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn two_lines<S: Simd>(
+        lower: *const Self,
+        upper: *const Self,
+        to: [*mut [u32; PANEL]; 2],
+    );
+
     /// Whether all values are finite.
     fn all_finite(values: &[Self]) -> bool;
 
@@ -76,6 +86,15 @@ impl KvValue for f32 {
         for place in (0..PANEL).step_by(S::LANES) {
             // SAFETY: the caller's duty.
             unsafe { S::store(to.cast::<f32>().add(place), S::load(lower.add(place))) };
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn two_lines<S: Simd>(lower: *const f32, upper: *const f32, to: [*mut [u32; PANEL]; 2]) {
+        // SAFETY: the caller's duty.
+        unsafe {
+            Self::line::<S>(lower, upper, to[0]);
+            Self::line::<S>(lower.add(PANEL), upper.add(PANEL), to[1]);
         }
     }
 
@@ -137,6 +156,12 @@ impl KvValue for u16 {
     unsafe fn line<S: Simd>(lower: *const u16, upper: *const u16, to: *mut [u32; PANEL]) {
         // SAFETY: the caller's duty.
         unsafe { S::pair_bf16(lower, upper, SMALLEST_BITS, to.cast()) };
+    }
+
+    #[inline(always)]
+    unsafe fn two_lines<S: Simd>(lower: *const u16, upper: *const u16, to: [*mut [u32; PANEL]; 2]) {
+        // SAFETY: the caller's duty.
+        unsafe { S::pair_bf16_twice(lower, upper, SMALLEST_BITS, to.map(|to| to.cast())) }
     }
 
     #[inline(always)]

@@ -17,6 +17,20 @@ fn mask(count: usize) -> __mmask16 {
     (1u16 << (count & 15)) - 1
 }
 
+/// 0, 32, 1, 33, ...: the first sixteen of one vector in pairs with those of another.
+///
+/// # Safety
+/// The processor has AVX-512.
+#[inline(always)]
+unsafe fn pairs() -> __m512i {
+    // SAFETY: the caller's duty.
+    unsafe {
+        let lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+        let second = _mm512_slli_epi32::<16>(_mm512_add_epi32(lanes, _mm512_set1_epi32(32)));
+        _mm512_or_si512(lanes, second)
+    }
+}
+
 /// Zero where a bf16 has a magnitude below that of `smallest`, a power of two.
 ///
 /// # Safety
@@ -118,12 +132,10 @@ impl<const BF16: bool> Simd for Avx512Level<BF16> {
         if BF16 {
             let both = _mm512_cvtne2ps_pbh(second, first);
             let both = std::mem::transmute::<__m512bh, __m512i>(both);
-            // Lane i of the first vector, then of the second.
-            let halves = _mm512_set_epi16(
-                31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
-                20, 4, 19, 3, 18, 2, 17, 1, 16, 0,
-            );
-            _mm512_storeu_si512(to.cast(), _mm512_permutexvar_epi16(halves, both));
+            // The second vector is the upper half: its values are 16 behind, not 32.
+            let nearer = _mm512_set1_epi32(16 << 16);
+            let from = _mm512_sub_epi32(pairs(), nearer);
+            _mm512_storeu_si512(to.cast(), _mm512_permutexvar_epi16(from, both));
         } else {
             let (mut lower, mut upper) = ([0u16; 16], [0u16; 16]);
             Self::store_bf16(lower.as_mut_ptr(), first);
@@ -161,6 +173,23 @@ impl<const BF16: bool> Simd for Avx512Level<BF16> {
         let upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256(upper.cast()));
         let cells = _mm512_or_si512(lower, _mm512_slli_epi32::<16>(upper));
         _mm512_storeu_si512(to.cast(), without_small_bf16(cells, smallest))
+    }
+
+    #[inline(always)]
+    unsafe fn pair_bf16_twice(
+        lower: *const u16,
+        upper: *const u16,
+        smallest: u16,
+        to: [*mut u32; 2],
+    ) {
+        let lower = _mm512_loadu_si512(lower.cast());
+        let upper = _mm512_loadu_si512(upper.cast());
+        for (half, to) in to.into_iter().enumerate() {
+            // Value i of the one, then of the other.
+            let from = _mm512_add_epi16(pairs(), _mm512_set1_epi16(16 * half as i16));
+            let cells = _mm512_permutex2var_epi16(lower, from, upper);
+            _mm512_storeu_si512(to.cast(), without_small_bf16(cells, smallest));
+        }
     }
 
     #[inline(always)]

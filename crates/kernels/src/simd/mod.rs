@@ -65,6 +65,21 @@ pub(crate) trait Simd: Copy + 'static {
     /// zero.
     unsafe fn pair_bf16(lower: *const u16, upper: *const u16, smallest: u16, to: *mut u32);
 
+    /// [`Simd::pair_bf16`] of thirty-two of each; the first sixteen cells go to the first place.
+    #[inline(always)]
+    unsafe fn pair_bf16_twice(
+        lower: *const u16,
+        upper: *const u16,
+        smallest: u16,
+        to: [*mut u32; 2],
+    ) {
+        // SAFETY: the caller's duty.
+        unsafe {
+            Self::pair_bf16(lower, upper, smallest, to[0]);
+            Self::pair_bf16(lower.add(16), upper.add(16), smallest, to[1]);
+        }
+    }
+
     /// Asks for the cache line at an address, which need not be mapped.
     unsafe fn prefetch(address: *const u8);
     /// [`Simd::prefetch`] into the second-level cache.
