@@ -89,12 +89,11 @@ impl<const BF16: bool> Step for F32<BF16> {
     reason = "register tiles are addressed by row and chain"
 )]
 #[inline(always)]
-unsafe fn tile<T: Step, const R: usize, const CHAINS: usize>(
+unsafe fn sums<T: Step, const R: usize, const CHAINS: usize>(
     x: *const u32,
     lines: *const u8,
     count: usize,
-    out: *mut [u32; 16],
-) {
+) -> [__m512i; R] {
     // SAFETY: the caller's duty.
     unsafe {
         let mut sums = [[_mm512_setzero_si512(); CHAINS]; R];
@@ -121,11 +120,32 @@ unsafe fn tile<T: Step, const R: usize, const CHAINS: usize>(
             }
             place += 1;
         }
+        let mut out = [_mm512_setzero_si512(); R];
         for row in 0..R {
-            let mut sum = sums[row][0];
+            out[row] = sums[row][0];
             for chain in 1..CHAINS {
-                sum = _mm512_add_epi32(sum, sums[row][chain]);
+                out[row] = _mm512_add_epi32(out[row], sums[row][chain]);
             }
+        }
+        out
+    }
+}
+
+/// [`sums`] into memory.
+///
+/// # Safety
+/// As for [`Dot::tile`].
+#[inline(always)]
+unsafe fn tile<T: Step, const R: usize, const CHAINS: usize>(
+    x: *const u32,
+    lines: *const u8,
+    count: usize,
+    out: *mut [u32; 16],
+) {
+    // SAFETY: the caller's duty.
+    unsafe {
+        let sums = sums::<T, R, CHAINS>(x, lines, count);
+        for (row, sum) in sums.into_iter().enumerate() {
             _mm512_storeu_si512(out.add(row).cast(), sum);
         }
     }
@@ -322,6 +342,31 @@ macro_rules! dot {
                         tile::<Self, R, 2>(x, lines, count, out);
                     } else {
                         tile::<Self, R, 1>(x, lines, count, out);
+                    }
+                }
+            }
+
+            #[inline(always)]
+            unsafe fn tile_onto(
+                x: *const u32,
+                lines: *const u8,
+                count: usize,
+                fresh: bool,
+                keep: __m512,
+                to: *mut [f32; 16],
+            ) {
+                // SAFETY: the caller's duty.
+                unsafe {
+                    let sums = sums::<Self, MAX_ROWS, 1>(x, lines, count);
+                    for (row, sum) in sums.into_iter().enumerate() {
+                        let to = to.add(row).cast::<f32>();
+                        let before = if fresh {
+                            _mm512_setzero_ps()
+                        } else {
+                            _mm512_loadu_ps(to)
+                        };
+                        let sum = _mm512_castsi512_ps(sum);
+                        _mm512_storeu_ps(to, _mm512_fmadd_ps(before, keep, sum));
                     }
                 }
             }

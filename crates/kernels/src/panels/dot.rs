@@ -90,6 +90,34 @@ pub(crate) trait Dot: 'static {
         out: *mut [u32; 16],
     );
 
+    /// `to[row]` ← `to[row]` · `keep`, 0 in its place if `fresh`, + the sums of f32 of [`Dot::tile`], fused, for sixteen
+    /// rows. Only with [`Dot::PANELS_ARE_CELLS`].
+    #[inline(always)]
+    unsafe fn tile_onto(
+        x: *const Self::Cell,
+        lines: *const u8,
+        count: usize,
+        fresh: bool,
+        keep: <Self::S as Simd>::V,
+        to: *mut [f32; 16],
+    ) {
+        let mut sums = [[0u32; 16]; MAX_ROWS];
+        // SAFETY: the caller's duty.
+        unsafe {
+            Self::tile::<MAX_ROWS>(x, lines, count, sums.as_mut_ptr());
+            for (row, sum) in sums.iter().enumerate() {
+                let to = to.add(row).cast();
+                let before = if fresh {
+                    Self::S::splat(0.0)
+                } else {
+                    Self::S::load(to)
+                };
+                let sum = Self::S::load(sum.as_ptr().cast());
+                Self::S::store(to, Self::S::fma(before, keep, sum));
+            }
+        }
+    }
+
     /// [`Dot::tile`] by four panels that begin `panel_bytes` apart: row r by panel p into `out[p][r]`. `R` is at most 4.
     #[inline(always)]
     unsafe fn tile_by_four<const R: usize>(

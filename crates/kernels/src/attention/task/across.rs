@@ -218,20 +218,23 @@ where
             let sums = self.sums.add(tile * panels * PANEL * ROWS);
             for panel in 0..panels {
                 let values = self.values.add(panel * lines).cast();
-                let products = room.products.as_mut_ptr();
-                D::tile::<PANEL>(values, room.p.as_ptr().cast(), used, products);
                 if first_rows && panel < 2 {
                     self.prefetch(SUM_PART + panel);
                 }
+                let Some(changed) = changed else {
+                    let sums = sums.add(panel * PANEL * ROWS).cast();
+                    let p = room.p.as_ptr().cast();
+                    D::tile_onto(values, p, used, base == 0, keep, sums);
+                    continue;
+                };
+                let products = room.products.as_mut_ptr();
+                D::tile::<PANEL>(values, room.p.as_ptr().cast(), used, products);
                 for place in 0..PANEL {
                     let sum = sums.add((panel * PANEL + place) * ROWS);
                     let add = D::S::load(products.add(place).cast());
                     let before = if base == 0 { zero } else { D::S::load(sum) };
-                    let mut next = D::S::fma(before, keep, add);
-                    if let Some(changed) = changed {
-                        next = D::S::choose(changed, zero, next, D::S::load(sum));
-                    }
-                    D::S::store(sum, next);
+                    let next = D::S::fma(before, keep, add);
+                    D::S::store(sum, D::S::choose(changed, zero, next, D::S::load(sum)));
                 }
             }
         }
