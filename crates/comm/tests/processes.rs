@@ -1,8 +1,9 @@
 //! Groups of real processes: joining, dying, stopping, and networks that are cut.
 //!
-//! A rank is this test binary again, running the test `a_rank_of_the_other_tests`.
+//! A rank is this program again, which has its own `main` for that.
 #![expect(clippy::unwrap_used, reason = "a failed test ends here")]
 
+use libtest_mimic::{Arguments, Trial};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -19,6 +20,53 @@ use twinfer_sys::{PidFd, set_parent_death_signal};
 const VARIABLE: &str = "TWINFER_COMM_TEST_RANK";
 /// Longest time a whole test may take.
 const LONG: Duration = Duration::from_secs(60);
+
+fn main() {
+    if let Ok(orders) = std::env::var(VARIABLE) {
+        return be_rank(&orders);
+    }
+    let tests: &[(&str, fn())] = &[
+        (
+            "a_killed_rank_is_named_at_once_by_all",
+            a_killed_rank_is_named_at_once_by_all,
+        ),
+        (
+            "a_stopped_rank_is_named_when_its_time_is_over",
+            a_stopped_rank_is_named_when_its_time_is_over,
+        ),
+        (
+            "a_cut_connection_ends_the_group_on_both_sides",
+            a_cut_connection_ends_the_group_on_both_sides,
+        ),
+        (
+            "ranks_that_do_not_belong_together_are_told_why",
+            ranks_that_do_not_belong_together_are_told_why,
+        ),
+        (
+            "missing_and_double_ranks_are_named_to_all_who_came",
+            missing_and_double_ranks_are_named_to_all_who_came,
+        ),
+        (
+            "strangers_at_the_rendezvous_do_no_harm",
+            strangers_at_the_rendezvous_do_no_harm,
+        ),
+        (
+            "a_port_where_something_else_answers_is_named",
+            a_port_where_something_else_answers_is_named,
+        ),
+        (
+            "nothing_is_left_of_a_group_in_the_file_system",
+            nothing_is_left_of_a_group_in_the_file_system,
+        ),
+    ];
+    let trial = |&(name, test): &(&'static str, fn())| {
+        Trial::test(name, move || {
+            test();
+            Ok(())
+        })
+    };
+    libtest_mimic::run(&Arguments::from_args(), tests.iter().map(trial).collect()).exit();
+}
 
 /// What a rank of a test is told.
 #[derive(Clone)]
@@ -133,14 +181,13 @@ impl Orders {
 /// A line for the test that started this process.
 fn say(line: &str) {
     let mut out = std::io::stdout().lock();
-    writeln!(out, "\nrank: {line}").unwrap();
+    writeln!(out, "rank: {line}").unwrap();
     out.flush().unwrap();
 }
 
-#[test]
-#[ignore = "a rank of the other tests, which start it as a process of its own"]
-fn a_rank_of_the_other_tests() {
-    let (orders, parent) = Orders::decode(&std::env::var(VARIABLE).unwrap());
+/// What this program does as a rank.
+fn be_rank(orders: &str) {
+    let (orders, parent) = Orders::decode(orders);
     set_parent_death_signal(parent).unwrap();
     let mut group = match join(&orders.plan()) {
         Ok(joined) => joined.group,
@@ -178,12 +225,6 @@ struct Rank {
 impl Rank {
     fn start(orders: &Orders) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args([
-                "a_rank_of_the_other_tests",
-                "--exact",
-                "--ignored",
-                "--nocapture",
-            ])
             .env(VARIABLE, orders.encode())
             .stdout(Stdio::piped())
             .spawn()
@@ -237,7 +278,6 @@ fn wirings() -> [(Vec<u32>, bool); 3] {
     [(vec![3], true), (vec![3], false), (vec![2, 2], true)]
 }
 
-#[test]
 fn a_killed_rank_is_named_at_once_by_all() {
     for ((counts, shares), port) in wirings().into_iter().zip(21_200..) {
         for victim in [0, 1] {
@@ -257,7 +297,6 @@ fn a_killed_rank_is_named_at_once_by_all() {
     }
 }
 
-#[test]
 fn a_stopped_rank_is_named_when_its_time_is_over() {
     for ((counts, shares), port) in wirings().into_iter().zip(21_240..) {
         for victim in [0, 1] {
@@ -325,7 +364,6 @@ impl Proxy {
     }
 }
 
-#[test]
 fn a_cut_connection_ends_the_group_on_both_sides() {
     for (silent, base) in [(false, 21_280), (true, 21_290)] {
         let orders = Orders {
@@ -357,7 +395,6 @@ fn a_cut_connection_ends_the_group_on_both_sides() {
     }
 }
 
-#[test]
 fn ranks_that_do_not_belong_together_are_told_why() {
     type Change = fn(&mut Orders);
     let cases: [(Change, &str, &str); 4] = [
@@ -398,7 +435,6 @@ fn ranks_that_do_not_belong_together_are_told_why() {
     }
 }
 
-#[test]
 fn missing_and_double_ranks_are_named_to_all_who_came() {
     let orders = Orders {
         limit_ms: 2000,
@@ -418,7 +454,6 @@ fn missing_and_double_ranks_are_named_to_all_who_came() {
     }
 }
 
-#[test]
 fn strangers_at_the_rendezvous_do_no_harm() {
     let orders = Orders::new(&[1, 1], true, 21_320);
     let first = Rank::start(&orders.of(0));
@@ -441,7 +476,6 @@ fn strangers_at_the_rendezvous_do_no_harm() {
     ready(&[first, second]);
 }
 
-#[test]
 fn a_port_where_something_else_answers_is_named() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 21_321)).unwrap();
     let answering = std::thread::spawn(move || {
@@ -471,7 +505,6 @@ fn a_port_where_something_else_answers_is_named() {
     );
 }
 
-#[test]
 fn nothing_is_left_of_a_group_in_the_file_system() {
     let names = || {
         let files = std::fs::read_dir("/dev/shm").map(|files| {

@@ -16,6 +16,14 @@ use twinfer_engine::{
 use twinfer_protocol::Fingerprint;
 use twinfer_worker::GroupExchange;
 
+/// Experts of other seats after every plan, whatever the loads are.
+pub(crate) const FORCED: EplbOptions = EplbOptions {
+    interval: 2,
+    after_prefill: false,
+    redundant: 0,
+    forced: true,
+};
+
 /// How a model is served; the same on all ranks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Case {

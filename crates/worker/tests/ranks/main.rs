@@ -5,6 +5,5 @@ mod answers;
 mod matrix;
 mod mixtral;
 mod moving;
-mod processes;
 mod threads;
 mod travel;

@@ -1,7 +1,6 @@
 //! All of it together: models, types, ways, numbers of ranks, and experts that move or stay.
 
-use crate::answers::{Case, assert_equal};
-use crate::moving::FORCED;
+use crate::answers::{Case, FORCED, assert_equal};
 use crate::threads::together;
 use twinfer_config::{Dtype, MoeComm};
 use twinfer_engine::eplb::EplbOptions;

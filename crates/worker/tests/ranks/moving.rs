@@ -1,19 +1,11 @@
 //! Experts that change their seats while requests run: no answer shows it, the bytes sent do.
 
-use crate::answers::{Case, Outcome, assert_equal};
+use crate::answers::{Case, FORCED, Outcome, assert_equal};
 use crate::mixtral::mixtral;
 use crate::threads::together;
 use twinfer_config::{Dtype, MoeComm};
 use twinfer_engine::eplb::EplbOptions;
 use twinfer_engine::phase::PhasePolicy;
-
-/// Experts of other seats after every plan, whatever the loads are.
-pub(crate) const FORCED: EplbOptions = EplbOptions {
-    interval: 2,
-    after_prefill: false,
-    redundant: 0,
-    forced: true,
-};
 
 fn weights_sent(outcomes: &[Outcome]) -> u64 {
     outcomes.iter().map(|rank| rank.sent.weights).sum()

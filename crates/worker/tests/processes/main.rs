@@ -1,7 +1,12 @@
-//! Ranks as processes of their own, each this test binary again with the test `a_rank_of_the_other_tests`.
+//! Ranks as processes of their own, each this program again, which has its own `main` for that.
+#![expect(clippy::unwrap_used, reason = "a failed test ends here")]
 
-use crate::answers::{Answer, Case, Outcome, assert_equal};
-use crate::moving::FORCED;
+#[expect(dead_code, reason = "tests of threads look at more of an outcome")]
+#[path = "../ranks/answers.rs"]
+mod answers;
+
+use answers::{Answer, Case, FORCED, Outcome, assert_equal};
+use libtest_mimic::{Arguments, Trial};
 use std::io::Read;
 use std::net::Ipv4Addr;
 use std::process::{Child, Command, Stdio};
@@ -38,10 +43,19 @@ fn topology(nodes: u32) -> Topology {
     Topology::new(if nodes == 2 { &[1, 1] } else { &[2] }).unwrap()
 }
 
-#[test]
-#[ignore = "a rank of the other tests, which start it as a process of its own"]
-fn a_rank_of_the_other_tests() {
-    let orders = std::env::var(VARIABLE).unwrap();
+fn main() {
+    if let Ok(orders) = std::env::var(VARIABLE) {
+        return be_rank(&orders);
+    }
+    let test = Trial::test("two_processes_give_the_answers_of_one_rank", || {
+        two_processes_give_the_answers_of_one_rank();
+        Ok(())
+    });
+    libtest_mimic::run(&Arguments::from_args(), vec![test]).exit();
+}
+
+/// What this program does as a rank.
+fn be_rank(orders: &str) {
     let numbers: Vec<u32> = orders.split(' ').map(|n| n.parse().unwrap()).collect();
     let [case, nodes, parent] = numbers[..] else {
         panic!("{orders}");
@@ -72,7 +86,7 @@ fn a_rank_of_the_other_tests() {
     start_up_test(&mut group, EPOCH).unwrap();
     let outcome = CASES[case as usize].as_rank(group).unwrap();
     let fingerprint = serde_json::to_string(&outcome.fingerprint).unwrap();
-    println!("\nfingerprint {fingerprint}");
+    println!("fingerprint {fingerprint}");
     println!("steps {}", outcome.steps);
     for (id, tokens) in outcome.answers {
         let tokens: Vec<String> = tokens
@@ -86,12 +100,6 @@ fn a_rank_of_the_other_tests() {
 fn start(case: usize, nodes: u32, rank: u32, port: u16) -> Child {
     let placement = Placement::planned(&topology(nodes), rank, "127.0.0.1", port);
     Command::new(std::env::current_exe().unwrap())
-        .args([
-            "processes::a_rank_of_the_other_tests",
-            "--exact",
-            "--ignored",
-            "--nocapture",
-        ])
         .env(VARIABLE, format!("{case} {nodes} {}", std::process::id()))
         .envs(placement.variables())
         .stdout(Stdio::piped())
@@ -137,7 +145,6 @@ fn outcome(mut child: Child) -> Outcome {
     }
 }
 
-#[test]
 fn two_processes_give_the_answers_of_one_rank() {
     for (index, case) in CASES.iter().enumerate() {
         let alone = case.alone();
