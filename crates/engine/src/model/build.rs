@@ -539,6 +539,8 @@ impl<'a> Builder<'a> {
                 let part = next.fetch_add(1, Ordering::Relaxed);
                 let Some(place) = made.get(part) else { return };
                 let result = make(part);
+                // What the part was made of would otherwise lie beside the next ones.
+                twinfer_sys::return_freed_memory();
                 if result.is_err() {
                     self.stop.store(true, Ordering::Relaxed);
                 }
