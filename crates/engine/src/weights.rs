@@ -9,18 +9,21 @@
 //! links into `blobs/` of the same repository).
 //!
 //! Names, shapes, types and schemes are checked before a byte of a tensor is read: [`Checkpoint::open`]
-//! reads headers only. What values alone show, such as offsets that are not 0, is found while they are read.
+//! reads headers, and fixed scales of inputs. What the values of whole tensors show, such as offsets that are not 0, is found while
+//! they are read.
 //! Tensors are read by position, not mapped, so that a file truncated under the reader is an error
 //! and not a SIGBUS.
 
 mod files;
 mod ggml;
 mod hub;
+mod inputs;
 mod scheme;
 mod shard;
 
 pub(crate) use files::{inside, read_text};
 pub use hub::hub_revision;
+pub(crate) use inputs::fixed_input;
 pub(crate) use scheme::{Format, Scheme, fused, too_long_for};
 pub use shard::WeightDtype;
 
@@ -125,7 +128,7 @@ type Found<'a> = HashMap<&'a str, (usize, &'a Info)>;
 
 impl Checkpoint {
     /// Finds and checks the weight files of a directory against the tensors a config asks for.
-    /// Reads headers only.
+    /// Reads headers, and the fixed scales of inputs, only.
     ///
     /// # Errors
     /// See [`WeightsError`]; all missing and wrong tensors come in one error.
@@ -267,6 +270,14 @@ impl Checkpoint {
             spare_head,
             warnings,
         };
+        let mut wrong = checkpoint.wrong_inputs(specs)?;
+        if !wrong.is_empty() {
+            wrong.sort();
+            return Err(WeightsError::Tensors {
+                missing: Vec::new(),
+                wrong,
+            });
+        }
         if checkpoint.schemes.values().any(|s| *s == Scheme::SlimMix) {
             checkpoint.warnings.push(
                 "scheme W8A8_MIX would give other answers in prefill than in decode; its layers are computed with a scale per token in both"

@@ -251,6 +251,43 @@ fn layers_of_one_input_that_are_stored_differently_are_refused_by_name() {
     model.refused(&[tensor, "not quantised", &q, "int8", "the same for both"]);
 }
 
+/// A product has one input: matrices of one that were calibrated apart are refused before any of them is read.
+#[test]
+fn fixed_scales_that_differ_inside_a_product_are_refused_at_once() {
+    let of = |scale: f32| (Dtype::F32, vec![1], scale.to_le_bytes().to_vec());
+    let model = Model::of("w8a8/qwen3_moe_compressed");
+    model.change("config.json", |config| {
+        let group = &mut config["quantization_config"]["config_groups"]["group_0"];
+        group["input_activations"] = json!({
+            "num_bits": 8, "type": "int", "symmetric": true, "strategy": "tensor", "dynamic": false,
+        });
+    });
+    model.edit(|tensors| {
+        let names: Vec<String> = tensors.keys().cloned().collect();
+        for name in names {
+            if let Some(module) = name.strip_suffix(".weight_scale") {
+                tensors.insert(format!("{module}.input_scale"), of(0.5));
+            }
+        }
+        // Experts have inputs of their own.
+        for part in ["gate_proj", "up_proj"] {
+            let name = format!("model.layers.0.mlp.experts.3.{part}.input_scale");
+            assert!(tensors.insert(name, of(0.125)).is_some());
+        }
+    });
+    assert!(load(model.dir.path(), &options()).is_ok());
+    let module = "model.layers.1.self_attn.k_proj";
+    model.edit(|tensors| {
+        tensors.insert(format!("{module}.input_scale"), of(0.25));
+    });
+    let k = format!("{module}.weight");
+    model.refused(&[&k, "0.25", "q_proj.weight", "0.5", "the same for both"]);
+    model.edit(|tensors| {
+        tensors.insert(format!("{module}.input_scale"), of(-1.0));
+    });
+    model.refused(&["k_proj.input_scale is -1", "above 0"]);
+}
+
 /// `W8A8_MIX` would be static in decode and dynamic in prefill: it is dynamic in both, and said so.
 #[test]
 fn a_mixed_scheme_is_computed_one_way_and_said_so() {

@@ -3,7 +3,7 @@
 use super::{Builder, joined, refused};
 use crate::ModelError;
 use crate::model::stored::Stored;
-use crate::weights::Scheme;
+use crate::weights::{Scheme, fixed_input};
 use twinfer_kernels::{Activation, Int8Rows, RowScales, Weight};
 
 /// int8 rows of one matrix, with what scales them.
@@ -33,17 +33,10 @@ impl Builder<'_> {
             cols = self.shape(&name)?.1;
             parts.push(self.quantised(module.as_ref())?);
         }
+        // One for all parts: the checkpoint was refused if they differ.
         let Some(activation) = parts.first().map(|part| part.activation) else {
             return Err(refused("a linear layer of no matrices".to_owned()));
         };
-        if let Some(at) = parts.iter().position(|part| part.activation != activation) {
-            return Err(refused(format!(
-                "{}.weight is quantised for {:?}, but {}.weight, which takes the same input, for {activation:?}; allowed: the same for both",
-                modules[at].as_ref(),
-                parts[at].activation,
-                modules[0].as_ref(),
-            )));
-        }
         let rows: Vec<Int8Rows<'_>> = parts
             .iter()
             .map(|part| Int8Rows {
@@ -90,21 +83,7 @@ impl Builder<'_> {
             let offset = self.floats_if(&part(offset))?.unwrap_or_default();
             let offset = offset.first().copied().unwrap_or(0.0);
             let scale = scale.first().copied().unwrap_or(0.0);
-            if !(scale > 0.0 && scale.is_finite()) {
-                return Err(refused(format!(
-                    "{} is {scale}; allowed: a number above 0",
-                    part("input_scale")
-                )));
-            }
-            if offset.fract() != 0.0 || !(-128.0..=127.0).contains(&offset) {
-                return Err(refused(format!(
-                    "the input's offset of {module} is {offset}; allowed: -128 to 127"
-                )));
-            }
-            Ok(Activation::Static {
-                scale,
-                offset: offset as i32,
-            })
+            fixed_input(module, scale, offset).map_err(refused)
         };
         let (scales, activation, bias) = match scheme {
             Scheme::Static { .. } => (
