@@ -9,16 +9,16 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use twinfer_config::gguf::Gguf;
 use twinfer_config::{Dtype, ModelConfig};
 use twinfer_engine::weights::Checkpoint;
 use twinfer_engine::{
-    Engine, EngineConfig, Executor, KvMemory, KvSource, LoadOptions, Request, RequestId,
-    SamplingParams, SeqWork, generate, load, model_texts,
+    CpuExecutor, Engine, EngineConfig, Executor, KvMemory, KvSource, LoadOptions, Probe, ProbeRows,
+    Request, RequestId, SamplingParams, SeqWork, Tap, generate, load, model_texts,
 };
 use twinfer_it::repository;
-use twinfer_kernels::{Compute, Isa, Matrix, ThreadTeam, Weight, product_accumulators};
+use twinfer_kernels::{Isa, ThreadTeam, Weight, product_accumulators};
 use twinfer_text::Tokenizer;
 
 const EXPERTS: usize = 8;
@@ -42,19 +42,24 @@ pub(crate) fn run() -> Result<()> {
     let equal = expected.iter().zip(&ours).filter(|(a, b)| a == b).count();
     println!("f32: ids of {equal} of {PROMPTS} prompts equal, {OUTPUT} tokens each");
 
-    let differing = differing_accumulators(&config, &tensors)?;
-    println!("W8A8: {differing} of the accumulators of gate and up differ");
-
-    let reference = logits(&dense, false, &prompts)?;
-    let quantised = logits(&dense, true, &prompts)?;
-    let cut = logits(&split, true, &prompts)?;
-    let own = mean_divergence(&reference, &quantised);
-    let of_cut = mean_divergence(&quantised, &cut);
+    // What the models read: each prompt and the tokens that follow it.
+    let texts: Vec<Vec<u32>> = prompts
+        .iter()
+        .zip(&expected)
+        .map(|(prompt, output)| [prompt.as_slice(), output].concat())
+        .collect();
+    let mut models = Models::load(&dense, &split)?;
+    let sums = models.accumulators(&texts, config.layers)?;
     println!(
-        "mean KL: dense W8A8 from f32 {own:.3e}, split W8A8 from dense W8A8 {of_cut:.3e}, ratio {:.2}",
-        of_cut / own
+        "W8A8: {} of {} accumulators of gate and up differ, on the rows that reach the networks",
+        sums.differing, sums.all
     );
-    if equal != PROMPTS || differing != 0 || of_cut > 2.0 * own {
+    let Divergence { own, cut, rows } = models.divergence(&texts)?;
+    println!(
+        "mean KL over {rows} positions: dense W8A8 from f32 {own:.3e}, split W8A8 from dense W8A8 {cut:.3e}, ratio {:.2}",
+        cut / own
+    );
+    if equal != PROMPTS || sums.differing != 0 || cut > 2.0 * own {
         bail!("the split model is not the dense one");
     }
     Ok(())
@@ -267,78 +272,157 @@ fn ids(model: &Path, prompts: &[Vec<u32>]) -> Result<Vec<Vec<u32>>> {
     Ok(results.iter().map(|result| ids(&result.tokens)).collect())
 }
 
-/// Logits of the last position of each prompt, f32 or W8A8 with the rest in f32.
-fn logits(model: &Path, quantize: bool, prompts: &[Vec<u32>]) -> Result<Vec<Vec<f32>>> {
-    let mut executor = load(model, &options(Dtype::F32, quantize))?.executor;
-    let blocks: Vec<u32> = (0..BLOCKS).collect();
-    let mut all = Vec::with_capacity(prompts.len());
-    for prompt in prompts {
-        let mut logits = Vec::new();
-        let work = SeqWork {
-            tokens: prompt,
-            start: 0,
-            blocks: &blocks,
-            logits_from: Some(prompt.len() - 1),
-        };
-        executor.execute(&[work], &mut logits)?;
-        all.push(logits);
-    }
-    Ok(all)
+/// The dense model in f32, and both models in W8A8 with the rest in f32.
+struct Models {
+    reference: CpuExecutor,
+    quantised: CpuExecutor,
+    cut: CpuExecutor,
 }
 
-/// Mean over prompts of KL(a, b) of the next token's distribution, in nats.
-fn mean_divergence(a: &[Vec<f32>], b: &[Vec<f32>]) -> f64 {
-    let log_softmax = |row: &[f32]| -> Vec<f64> {
-        let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let sum: f64 = row.iter().map(|v| f64::from(v - most).exp()).sum();
-        row.iter().map(|v| f64::from(v - most) - sum.ln()).collect()
-    };
-    let total: f64 = a
-        .iter()
-        .zip(b)
-        .map(|(a, b)| {
-            let (a, b) = (log_softmax(a), log_softmax(b));
-            a.iter()
-                .zip(&b)
-                .map(|(p, q)| p.exp() * (p - q))
-                .sum::<f64>()
-        })
-        .sum();
-    total / a.len() as f64
+#[derive(Default)]
+struct Sums {
+    differing: usize,
+    all: usize,
 }
 
-/// Sums of the dense gate and up projections against those of the experts, for the same rows.
-fn differing_accumulators(config: &ModelConfig, tensors: &Tensors) -> Result<usize> {
-    const ROWS: usize = 4;
-    let isa = Isa::detect(None).map_err(|error| anyhow::anyhow!(error))?;
-    let team = ThreadTeam::new(1, None, isa)?;
-    let width = config.hidden_size;
-    let x: Vec<f32> = (0..ROWS * width)
-        .map(|i| ((i * 2_654_435_761) % 2001) as f32 / 1000.0 - 1.0)
-        .collect();
-    let sums = |rows: usize, values: &[f32]| -> Result<Vec<i32>> {
-        let matrix = Matrix::from_f32(rows, width, values.to_vec())?;
-        let weight = Weight::pack(Compute::W8A8, &[&matrix])?;
-        let mut sums = vec![0; ROWS * rows];
-        product_accumulators(&team, &x, &weight, &mut sums)?;
-        Ok(sums)
-    };
-    let mut differing = 0;
-    for (shape, values) in tensors
-        .iter()
-        .filter(|(name, _)| name.contains("gate_proj") || name.contains("up_proj"))
-        .map(|(_, tensor)| tensor)
-    {
-        let (rows, part) = (shape[0], shape[0] / EXPERTS);
-        let dense = sums(rows, values)?;
-        for expert in 0..EXPERTS {
-            let cut = sums(part, &values[expert * part * width..][..part * width])?;
-            for row in 0..ROWS {
-                let dense = &dense[row * rows + expert * part..][..part];
-                let cut = &cut[row * part..][..part];
-                differing += dense.iter().zip(cut).filter(|(a, b)| a != b).count();
-            }
+/// Mean KL of the next token's distribution, in nats.
+struct Divergence {
+    /// Dense W8A8 from f32.
+    own: f64,
+    /// Split W8A8 from dense W8A8.
+    cut: f64,
+    /// Positions that it is the mean of.
+    rows: usize,
+}
+
+/// Keeps what goes into the network of each layer.
+#[derive(Clone, Default)]
+struct Inputs(Arc<Mutex<BTreeMap<usize, Vec<f32>>>>);
+
+impl Probe for Inputs {
+    fn record(&mut self, tap: Tap, layer: usize, _: ProbeRows<'_>, values: &[f32]) {
+        if tap == Tap::MlpIn {
+            let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            kept.entry(layer).or_default().extend_from_slice(values);
         }
     }
-    Ok(differing)
+}
+
+impl Models {
+    fn load(dense: &Path, split: &Path) -> Result<Self> {
+        let open = |model: &Path, quantize: bool| -> Result<CpuExecutor> {
+            Ok(load(model, &options(Dtype::F32, quantize))?.executor)
+        };
+        Ok(Self {
+            reference: open(dense, false)?,
+            quantised: open(dense, true)?,
+            cut: open(split, true)?,
+        })
+    }
+
+    /// Sums of the loaded gate and up projections against those of the loaded experts, for the rows that reach the dense
+    /// model's networks.
+    fn accumulators(&mut self, texts: &[Vec<u32>], layers: usize) -> Result<Sums> {
+        let inputs = Inputs::default();
+        self.quantised.set_probe(Some(Box::new(inputs.clone())));
+        for text in texts {
+            logits(&mut self.quantised, text)?;
+        }
+        self.quantised.set_probe(None);
+        let kept = std::mem::take(&mut *inputs.0.lock().unwrap_or_else(PoisonError::into_inner));
+        let isa = Isa::detect(None).map_err(|error| anyhow::anyhow!(error))?;
+        let team = ThreadTeam::new(2, None, isa)?;
+        let sums = |x: &[f32], weight: &Weight| -> Result<Vec<i32>> {
+            let mut sums = vec![0; x.len() / weight.cols() * weight.rows()];
+            product_accumulators(&team, x, weight, &mut sums)?;
+            Ok(sums)
+        };
+        let mut found = Sums::default();
+        for layer in 0..layers {
+            let x = kept.get(&layer).context("a layer without rows")?;
+            let (dense, experts) = (self.quantised.gate_up(layer), self.cut.gate_up(layer));
+            let &[dense] = dense.as_slice() else {
+                bail!(
+                    "layer {layer} of the dense model has {} networks",
+                    dense.len()
+                );
+            };
+            if experts.len() != EXPERTS {
+                bail!(
+                    "layer {layer} of the split model has {} experts",
+                    experts.len()
+                );
+            }
+            let (width, part) = (dense.rows() / 2, dense.rows() / 2 / EXPERTS);
+            let whole = sums(x, dense)?;
+            for (expert, weight) in experts.into_iter().enumerate() {
+                let own = sums(x, weight)?;
+                for (whole, own) in whole
+                    .chunks_exact(dense.rows())
+                    .zip(own.chunks_exact(weight.rows()))
+                {
+                    // Gate above up in both.
+                    let (gate, up) = whole.split_at(width);
+                    let of_expert = [gate, up]
+                        .map(|half| &half[expert * part..][..part])
+                        .concat();
+                    let pairs = of_expert.iter().zip(own);
+                    found.differing += pairs.filter(|(a, b)| a != b).count();
+                    found.all += own.len();
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    /// Over all positions of all texts.
+    fn divergence(&mut self, texts: &[Vec<u32>]) -> Result<Divergence> {
+        let (mut own, mut cut, mut rows) = (0.0, 0.0, 0);
+        for text in texts {
+            let reference = logits(&mut self.reference, text)?;
+            let quantised = logits(&mut self.quantised, text)?;
+            let split = logits(&mut self.cut, text)?;
+            let vocab = reference.len() / text.len();
+            let pairs = reference
+                .chunks_exact(vocab)
+                .zip(quantised.chunks_exact(vocab))
+                .zip(split.chunks_exact(vocab));
+            for ((reference, quantised), split) in pairs {
+                let quantised = log_softmax(quantised);
+                own += divergence(&log_softmax(reference), &quantised);
+                cut += divergence(&quantised, &log_softmax(split));
+                rows += 1;
+            }
+        }
+        Ok(Divergence {
+            own: own / f64::from(rows),
+            cut: cut / f64::from(rows),
+            rows: rows as usize,
+        })
+    }
+}
+
+/// Logits of all positions, `[text.len(), vocab]`.
+fn logits(executor: &mut CpuExecutor, text: &[u32]) -> Result<Vec<f32>> {
+    let blocks: Vec<u32> = (0..BLOCKS).collect();
+    let mut logits = Vec::new();
+    let work = SeqWork {
+        tokens: text,
+        start: 0,
+        blocks: &blocks,
+        logits_from: Some(0),
+    };
+    executor.execute(&[work], &mut logits)?;
+    Ok(logits)
+}
+
+fn log_softmax(row: &[f32]) -> Vec<f64> {
+    let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let sum: f64 = row.iter().map(|v| f64::from(v - most).exp()).sum();
+    row.iter().map(|v| f64::from(v - most) - sum.ln()).collect()
+}
+
+/// KL(a, b) of two distributions given by logarithms, in nats.
+fn divergence(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(p, q)| p.exp() * (p - q)).sum()
 }

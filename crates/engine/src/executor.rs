@@ -7,7 +7,7 @@ use crate::phase::Phase;
 use crate::{DraftWork, ExecError, Executor, KvGeometry, SeqWork, Tap};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use twinfer_kernels::{DType, KernelError, ThreadTeam};
+use twinfer_kernels::{DType, KernelError, ThreadTeam, Weight};
 use twinfer_protocol::TokenId;
 use twinfer_sys::BlockArena;
 
@@ -99,6 +99,12 @@ impl CpuExecutor {
     /// same with and without.
     pub fn set_probe(&mut self, probe: Option<Box<dyn Probe>>) -> Option<Box<dyn Probe>> {
         std::mem::replace(&mut self.probe, probe)
+    }
+
+    /// The packed matrices of a layer's network that are gate above up, `[2 * width, hidden]`, to compare models by: one of a
+    /// dense network, or those of this rank's routed experts in their order; none where there is no such layer.
+    pub fn gate_up(&self, layer: usize) -> Vec<&Weight> {
+        self.model.gate_up(layer)
     }
 
     /// Compute threads.

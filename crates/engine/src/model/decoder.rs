@@ -142,6 +142,7 @@ impl Layer {
         let normed = sized(&mut scratch.normed, count);
         self.post_norm
             .apply(step.team, &scratch.hidden[..count], normed)?;
+        taps.see(Tap::MlpIn, index, normed);
         match &self.mlp {
             Mlp::Dense(ffn) => ffn.forward(
                 step.team,
@@ -238,6 +239,15 @@ impl Decoder {
             Mlp::Moe(moe) => Some((index, &mut **moe)),
             Mlp::Dense(_) => None,
         })
+    }
+
+    /// The matrices of a layer's network that are gate above up; those of routed experts in their order.
+    pub(crate) fn gate_up(&self, layer: usize) -> Vec<&Weight> {
+        match self.layers.get(layer).map(|layer| &layer.mlp) {
+            None => Vec::new(),
+            Some(Mlp::Dense(ffn)) => vec![&ffn.gate_up],
+            Some(Mlp::Moe(moe)) => moe.experts().iter().map(|ffn| &ffn.gate_up).collect(),
+        }
     }
 
     /// Layers, that to draft with among them.

@@ -26,6 +26,8 @@ pub enum Tap {
     RouterExperts,
     /// Their weights. `[rows, top_k]`.
     RouterWeights,
+    /// What goes into the network, dense or of experts, and its router: behind the norm. `[rows, hidden]`.
+    MlpIn,
     /// What the network, dense or of experts, adds to the residual stream. `[rows, hidden]`.
     MlpOut,
     /// Input of the head. `[rows, hidden]`.
