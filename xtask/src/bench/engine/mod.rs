@@ -12,9 +12,9 @@ mod vllm;
 use super::{Measured, Plan, Sample};
 use anyhow::{Context, Result, bail};
 use cost::Cost;
-use llama::Llama;
+use llama::{Llama, Work};
 use ours::{Loaded, options, prompt};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -121,6 +121,14 @@ fn alone<T: Send>(work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
         let done = scope.spawn(work).join();
         done.unwrap_or_else(|_| bail!("a measuring thread panicked"))
     })
+}
+
+/// Says how long a part took, so that one sees where a run spends its time.
+fn told<T>(what: &str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    let start = Instant::now();
+    let result = work();
+    eprintln!("  {what} took {:.1} s", start.elapsed().as_secs_f64());
+    result
 }
 
 /// Reads all weights once, so that what is timed finds them in the page cache.
@@ -267,27 +275,39 @@ impl Bench<'_> {
         let directory = find(model.directory)?;
         let started = Instant::now();
         warm(&directory)?;
+        let plan = self.plan;
+        let works = |kind: &str| -> Vec<Work> {
+            let prompts = PREFILLS.map(|n| (Work::Prefill(n), format!("prefill {n}")));
+            let batches = BATCHES.map(|n| (Work::Decode(n), format!("decode {n}")));
+            let each = prompts.into_iter().chain(batches);
+            each.filter(|(_, what)| plan.wants(&format!("{what}, {}, {kind}", model.name)))
+                .map(|(work, _)| work)
+                .collect()
+        };
         let mut against = Peers {
             model: model.name,
-            q8_0: Llama::find(peers, find(model.q8_0)?)?,
-            bf16: Llama::find(peers, find(model.bf16)?)?,
+            q8_0: Llama::find(peers, find(model.q8_0)?, works("W8A8"))?,
+            bf16: Llama::find(peers, find(model.bf16)?, works("bf16"))?,
             vllm: None,
+            prompts: BTreeMap::new(),
             behind: BTreeSet::new(),
             first: Vec::new(),
         };
-        let plan = self.plan;
         if plan.wanted.iter().any(|row| against.vllm_row(row)) {
-            against.vllm = Some(Vllm::start(peers, &directory, plan.time(AT_LEAST))?);
+            against.vllm = Some(told("the start of vLLM", || {
+                Vllm::start(peers, &directory, plan.time(AT_LEAST))
+            })?);
         }
         for round in 0..plan.rounds {
             self.other_ceilings();
+            against.prompts.clear();
             self.round(round, model, &directory, &mut against)?;
         }
         self.measured.notes.append(&mut against.notes());
         drop(against);
         let memory = format!("memory, {}, W8A8", model.name);
         if plan.wants(&memory) {
-            let (sample, note) = memory::measure(&directory)?;
+            let (sample, note) = told("memory", || memory::measure(&directory))?;
             self.measured.notes.push(format!("{}: {note}", model.name));
             self.measured.insert(0, memory, sample);
         }
@@ -329,7 +349,7 @@ impl Bench<'_> {
             }
             let cost = Cost::of(&config, quantise);
             let before = self.machine(cost.bytes(1, CONTEXT));
-            let (rates, load_rate) = alone(|| {
+            let measure = || {
                 let mut ours = Loaded::open(directory, quantise, at_least)?;
                 let mut rates = Vec::new();
                 for (tokens, _) in &prompts {
@@ -339,7 +359,8 @@ impl Bench<'_> {
                     rates.push(ours.decode(*batch)?);
                 }
                 Ok((rates, ours.load_rate))
-            })?;
+            };
+            let (rates, load_rate) = told("ours", || alone(measure))?;
             let after = self.machine(cost.bytes(1, CONTEXT));
             let machine = before.mean(after);
             let floors = prompts
@@ -363,7 +384,9 @@ impl Bench<'_> {
         if model.has_mtp && rows.iter().any(|row| plan.wants(row)) {
             let cost = Cost::of(&config, true);
             let before = self.machine(cost.bytes(1, CONTEXT));
-            let rounds = alone(|| mtp::rounds(directory, &cost, &ACCEPTED))?;
+            let rounds = told("ours with drafts", || {
+                alone(|| mtp::rounds(directory, &cost, &ACCEPTED))
+            })?;
             let machine = before.mean(self.machine(cost.bytes(1, CONTEXT)));
             for (row, measured) in rows.iter().zip(rounds) {
                 let (sample, note) = measured.beside(&machine);
@@ -394,6 +417,8 @@ struct Peers {
     bf16: Llama,
     /// Not started where no wanted row needs it.
     vllm: Option<Vllm>,
+    /// What vLLM gave for prompts in this round: it computes in bf16 for both of our rows.
+    prompts: BTreeMap<usize, f64>,
     /// Peers that are far behind, by measurement.
     behind: BTreeSet<String>,
     /// What each gave in the first round.
@@ -409,45 +434,52 @@ impl Peers {
 
     /// The best peer of W8A8; vLLM for bf16.
     fn prefill(&mut self, tokens: usize, quantise: bool) -> Result<f64> {
-        let what = format!("prefill {tokens}");
-        if !quantise {
-            let vllm = self.vllm.as_mut().context("vLLM is not running")?;
-            return vllm.prefill(tokens);
+        if quantise {
+            return self.best(Work::Prefill(tokens), &format!("prefill {tokens}"));
         }
-        self.best(
-            &what,
-            |llama| llama.prefill(tokens),
-            |vllm| vllm.prefill(tokens),
-        )
+        self.vllm(Work::Prefill(tokens))
     }
 
     /// The best peer of W8A8; llama.cpp in BF16 for bf16.
     fn decode(&mut self, batch: usize, quantise: bool) -> Result<f64> {
-        if !quantise {
-            return self.bf16.decode(batch);
+        if quantise {
+            return self.best(Work::Decode(batch), &format!("decode {batch}"));
         }
-        self.best(
-            &format!("decode {batch}"),
-            |llama| llama.decode(batch),
-            |vllm| vllm.decode(batch),
-        )
+        self.bf16.measure(Work::Decode(batch))
     }
 
-    fn best(
-        &mut self,
-        what: &str,
-        llama: impl Fn(&mut Llama) -> Result<f64>,
-        vllm: impl Fn(&mut Vllm) -> Result<f64>,
-    ) -> Result<f64> {
+    fn vllm(&mut self, work: Work) -> Result<f64> {
+        let server = self.vllm.as_mut().context("vLLM is not running")?;
+        match work {
+            Work::Prefill(tokens) => {
+                if let Some(&known) = self.prompts.get(&tokens) {
+                    return Ok(known);
+                }
+                let rate = told("vLLM, a prompt", || server.prefill(tokens))?;
+                self.prompts.insert(tokens, rate);
+                Ok(rate)
+            }
+            Work::Decode(batch) => told("vLLM, decode", || server.decode(batch)),
+        }
+    }
+
+    /// The better peer. One that is far behind is not measured again; llama.cpp not once if its trial is.
+    fn best(&mut self, work: Work, what: &str) -> Result<f64> {
         let key = |peer: &str| format!("{what}, {peer}");
         let (llama_key, vllm_key) = (key("llama.cpp Q8_0"), key("vLLM bf16"));
         let mut rates = Vec::new();
-        if !self.behind.contains(&llama_key) {
-            rates.push((llama(&mut self.q8_0)?, llama_key));
-        }
         if !self.behind.contains(&vllm_key) {
-            let server = self.vllm.as_mut().context("vLLM is not running")?;
-            rates.push((vllm(server)?, vllm_key));
+            rates.push((self.vllm(work)?, vllm_key));
+        }
+        if !self.behind.contains(&llama_key) {
+            let trial = self.q8_0.trial(work)?;
+            let is_behind = rates.iter().any(|(rate, _)| trial < NEAR * rate);
+            let rate = if is_behind {
+                trial
+            } else {
+                self.q8_0.measure(work)?
+            };
+            rates.push((rate, llama_key));
         }
         let best = rates.iter().map(|(rate, _)| *rate).fold(0.0, f64::max);
         for (rate, key) in rates {
@@ -469,7 +501,7 @@ impl Peers {
                 self.first.join("; ")
             ),
             format!(
-                "llama.cpp's best settings on {}: Q8_0 {}; BF16 {}",
+                "llama.cpp on {}, tok/s of each setting in its trial, and the one that was best in the last round: Q8_0 {}; BF16 {}",
                 self.model,
                 self.q8_0.settings(),
                 self.bf16.settings()

@@ -13,6 +13,8 @@ use xxhash_rust::xxh3::xxh3_64;
 
 const LONGEST: usize = 2048;
 const MOST_SEQUENCES: usize = 32;
+/// Sequences that begin in one step.
+const TOGETHER: usize = 4;
 
 pub(super) struct Loaded {
     /// Bytes of the checkpoint read per second of loading.
@@ -20,6 +22,8 @@ pub(super) struct Loaded {
     executor: CpuExecutor,
     /// A measurement repeats its work for at least so long.
     at_least: Duration,
+    /// Sequences whose first tokens lie in their blocks.
+    begun: usize,
     /// Hash of the logits of the first sequence after each step of decode.
     seen: Vec<u64>,
 }
@@ -70,12 +74,15 @@ impl Loaded {
             load_rate,
             executor: loaded.executor,
             at_least,
+            begun: 0,
             seen: Vec::new(),
         })
     }
 
     /// Tokens per second of a prompt in one step.
     pub(super) fn prefill(&mut self, tokens: usize) -> Result<f64> {
+        // It takes the blocks from the first on.
+        self.begun = 0;
         let prompt = prompt(tokens, 0);
         let blocks: Vec<u32> =
             (0..u32::try_from(tokens / self.executor.geometry().block_size)?).collect();
@@ -114,15 +121,23 @@ impl Loaded {
             .map(|i| (i * each..(i + 1) * each).collect())
             .collect();
         let mut logits = Vec::new();
-        for (index, table) in tables.iter().enumerate() {
-            let work = SeqWork {
-                tokens: &prompt(CONTEXT, index),
+        let begun = self.begun.min(sequences);
+        let prompts: Vec<Vec<u32>> = (0..sequences).map(|i| prompt(CONTEXT, i)).collect();
+        let new: Vec<SeqWork<'_>> = prompts
+            .iter()
+            .zip(&tables)
+            .skip(begun)
+            .map(|(tokens, blocks)| SeqWork {
+                tokens,
                 start: 0,
-                blocks: table,
+                blocks,
                 logits_from: None,
-            };
-            self.executor.execute(&[work], &mut logits)?;
+            })
+            .collect();
+        for together in new.chunks(TOGETHER) {
+            self.executor.execute(together, &mut logits)?;
         }
+        self.begun = self.begun.max(sequences);
         let vocab = self.executor.vocab_size();
         let tokens: Vec<Vec<u32>> = (0..sequences).map(|i| continuation(i, vocab)).collect();
         let start = Instant::now();

@@ -24,10 +24,15 @@ pub(super) struct Vllm {
     at_least: Duration,
     /// Lengths of prompts that it has met.
     met: BTreeSet<usize>,
+    /// Tokens per second of the last prompt.
+    rate: Option<f64>,
 }
 
 /// Tokens of the prompt that brings a server which stood still back into the caches.
 const AWAKENING: usize = 128;
+
+/// A prompt that takes so long is timed when it is first met.
+const LONG: Duration = Duration::from_secs(5);
 
 /// When a sequence had how many tokens.
 type Course = Vec<(Instant, u64)>;
@@ -78,6 +83,7 @@ impl Vllm {
             runtime,
             at_least,
             met: BTreeSet::new(),
+            rate: None,
         };
         let said = || {
             let text = std::fs::read_to_string(log.path()).unwrap_or_default();
@@ -105,11 +111,15 @@ impl Vllm {
         })
     }
 
-    /// Tokens per second of one prompt, by the time to its only output token. The first of a length is not timed.
+    /// Tokens per second of one prompt, by the time to its only output token. The first of a length is not timed, unless it
+    /// takes so long that what is done once does not count.
     pub(super) fn prefill(&mut self, tokens: usize) -> Result<f64> {
         let is_new = self.met.insert(tokens);
-        self.awake(|| {
-            if is_new {
+        let is_long = self
+            .rate
+            .is_some_and(|rate| tokens as f64 / rate > LONG.as_secs_f64());
+        let rate = self.awake(|| {
+            if is_new && !is_long {
                 self.prefill_once(tokens)?;
             }
             let start = Instant::now();
@@ -119,7 +129,9 @@ impl Vllm {
                 done += tokens;
             }
             Ok(done as f64 / start.elapsed().as_secs_f64())
-        })
+        })?;
+        self.rate = Some(rate);
+        Ok(rate)
     }
 
     fn prefill_once(&self, tokens: usize) -> Result<()> {
