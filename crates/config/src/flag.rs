@@ -1,16 +1,8 @@
+use crate::ranges::MAX_BODY_BYTES;
 use std::ops::RangeInclusive;
-
-/// Most compute threads of an instance.
-pub const MOST_THREADS: u32 = 1024;
-
-/// Least and most bytes that `max-body-bytes` may be, at an instance and at the router.
-pub const BODY_BYTES: RangeInclusive<u64> = 1024..=1 << 30;
 
 /// Most seconds of `drain-settle` and `drain-timeout`.
 pub const MOST_SECONDS: f64 = 86_400.0;
-
-/// Most ranks of an instance on one node.
-pub const MOST_RANKS: u32 = 64;
 
 /// A flag whose value cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -53,24 +45,48 @@ pub(crate) fn port(text: &str) -> Result<u16, String> {
 
 /// Reads a whole number. What is no number of 32 bits is refused with the range that the field has; whether another one
 /// is in that range is checked with the rest of the config.
-pub(crate) fn count<const LEAST: u32, const MOST: u32>(text: &str) -> Result<u32, String> {
-    text.parse()
-        .map_err(|_| format!("allowed: whole numbers from {LEAST} to {MOST}"))
+pub(crate) fn count(range: RangeInclusive<u32>) -> impl Fn(&str) -> Result<u32, String> + Clone {
+    move |text| {
+        text.parse().map_err(|_| {
+            let (least, most) = (range.start(), range.end());
+            format!("allowed: whole numbers from {least} to {most}")
+        })
+    }
+}
+
+/// [`count`] that refuses at once what is not in the range.
+pub(crate) fn count_in(range: RangeInclusive<u32>) -> impl Fn(&str) -> Result<u32, String> + Clone {
+    move |text| match text.parse() {
+        Ok(value) if range.contains(&value) => Ok(value),
+        _ => {
+            let (least, most) = (range.start(), range.end());
+            Err(format!("allowed: whole numbers from {least} to {most}"))
+        }
+    }
 }
 
 /// Reads a number of tokens that only the model bounds; as [`count`].
-pub(crate) fn tokens<const LEAST: u32>(text: &str) -> Result<u32, String> {
-    text.parse()
-        .map_err(|_| format!("allowed: whole numbers from {LEAST} to the model's context length"))
+pub(crate) fn tokens(range: RangeInclusive<u32>) -> impl Fn(&str) -> Result<u32, String> + Clone {
+    move |text| {
+        text.parse().map_err(|_| {
+            let least = range.start();
+            format!("allowed: whole numbers from {least} to the model's context length")
+        })
+    }
 }
 
 /// [`tokens`] that refuses less than the least at once.
-pub(crate) fn tokens_from<const LEAST: u32>(text: &str) -> Result<u32, String> {
-    match text.parse() {
-        Ok(tokens) if tokens >= LEAST => Ok(tokens),
-        _ => Err(format!(
-            "allowed: whole numbers from {LEAST} to the model's context length"
-        )),
+pub(crate) fn tokens_in(
+    range: RangeInclusive<u32>,
+) -> impl Fn(&str) -> Result<u32, String> + Clone {
+    move |text| match text.parse() {
+        Ok(tokens) if range.contains(&tokens) => Ok(tokens),
+        _ => {
+            let least = range.start();
+            Err(format!(
+                "allowed: whole numbers from {least} to the model's context length"
+            ))
+        }
     }
 }
 
@@ -93,11 +109,11 @@ pub(crate) fn seconds(text: &str) -> Result<f64, String> {
 /// Reads a size of request bodies.
 pub(crate) fn body_bytes(text: &str) -> Result<u64, String> {
     match text.parse() {
-        Ok(bytes) if BODY_BYTES.contains(&bytes) => Ok(bytes),
+        Ok(bytes) if MAX_BODY_BYTES.contains(&bytes) => Ok(bytes),
         _ => Err(format!(
             "allowed: whole numbers of bytes from {} to {}",
-            BODY_BYTES.start(),
-            BODY_BYTES.end()
+            MAX_BODY_BYTES.start(),
+            MAX_BODY_BYTES.end()
         )),
     }
 }

@@ -1,4 +1,7 @@
-use crate::flag::{MOST_THREADS, count, tokens_from, whole};
+use crate::flag::{count, count_in, tokens_in, whole};
+use crate::ranges::{
+    BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MAX_OUTPUT_TOKENS, THREADS,
+};
 use crate::{Dtype, LogFormat, Quantization};
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
@@ -43,7 +46,7 @@ pub struct GenerateConfig {
 
     /// Most output tokens of a prompt that says nothing else; what the context has room for if that is
     /// less.
-    #[arg(long, default_value_t = 128, value_parser = tokens_from::<1>)]
+    #[arg(long, default_value_t = 128, value_parser = tokens_in(MAX_OUTPUT_TOKENS))]
     pub max_tokens: u32,
 
     /// Temperature of a prompt that says nothing else; 0 is greedy.
@@ -79,19 +82,19 @@ pub struct GenerateConfig {
     pub quantization: Quantization,
 
     /// Longest input and output together, in tokens; the model's own limit if absent.
-    #[arg(long, value_parser = tokens_from::<2>)]
+    #[arg(long, value_parser = tokens_in(MAX_MODEL_LEN))]
     pub max_model_len: Option<u32>,
 
     /// Sequences that run at the same time.
-    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=65536))]
+    #[arg(long, default_value_t = 32, value_parser = count_in(MAX_NUM_SEQS))]
     pub max_num_seqs: u32,
 
     /// Tokens of one step: prompts longer than this are computed in chunks.
-    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    #[arg(long, default_value_t = 512, value_parser = count_in(MAX_NUM_BATCHED_TOKENS))]
     pub max_num_batched_tokens: u32,
 
     /// Tokens per KV block.
-    #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    #[arg(long, default_value_t = 16, value_parser = count_in(BLOCK_SIZE))]
     pub block_size: u32,
 
     /// Memory for KV, such as `512MiB` or `4GiB`; a quarter of what is available if absent.
@@ -99,7 +102,7 @@ pub struct GenerateConfig {
     pub kv_cache_memory: Option<String>,
 
     /// Compute threads, 1 to 1024; one per permitted core if absent.
-    #[arg(long, value_parser = count::<1, MOST_THREADS>)]
+    #[arg(long, value_parser = count(THREADS))]
     pub threads: Option<u32>,
 
     /// Cores to run on, such as `0-3,8`; those permitted to the process if absent. Named cores are taken to be this

@@ -9,12 +9,13 @@ mod generate;
 pub mod gguf;
 mod keys;
 pub mod model;
+pub mod ranges;
 mod router;
 mod serve;
 
 pub use cores::CoreSet;
 pub use fake::{Dialect, FakeConfig, FakeFault, FaultKind};
-pub use flag::{BODY_BYTES, FlagError, MOST_RANKS, MOST_SECONDS, MOST_THREADS};
+pub use flag::{FlagError, MOST_SECONDS};
 pub use generate::{GenerateConfig, LineFormat};
 pub use keys::{EnvironmentKeys, KeyVariable};
 pub use model::{ModelConfig, ModelConfigError};

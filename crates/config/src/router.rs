@@ -1,4 +1,5 @@
-use crate::flag::{BODY_BYTES, MOST_SECONDS, body_bytes, port, positive, seconds};
+use crate::flag::{MOST_SECONDS, body_bytes, port, positive, seconds};
+use crate::ranges::MAX_BODY_BYTES;
 use crate::{EnvironmentKeys, LogFormat};
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
@@ -115,7 +116,7 @@ pub struct RouterConfig {
 
     /// Largest request body, in bytes.
     #[arg(long, default_value_t = 32 << 20, value_parser = body_bytes)]
-    #[schemars(range(min = *BODY_BYTES.start(), max = *BODY_BYTES.end()))]
+    #[schemars(range(min = *MAX_BODY_BYTES.start(), max = *MAX_BODY_BYTES.end()))]
     pub max_body_bytes: u64,
 
     /// Seconds after SIGTERM in which arriving requests are still served.

@@ -1,11 +1,15 @@
 use crate::EnvironmentKeys;
-use crate::flag::{
-    BODY_BYTES, MOST_RANKS, MOST_SECONDS, MOST_THREADS, body_bytes, count, port, seconds, tokens,
-    whole,
+use crate::flag::{MOST_SECONDS, body_bytes, count, port, seconds, tokens, whole};
+use crate::ranges::{
+    BLOCK_SIZE, DP, KV_LEASE, KV_TIMEOUT, MAX_BODY_BYTES, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS, MAX_OUTPUT_TOKENS, MAX_WAITING, NUM_SPECULATIVE_TOKENS, PREFILL_ANY_INTERVAL,
+    PREFILL_CHUNK, PREFILL_LONGEST_WAIT, PREFILL_RUN, PREFILL_THRESHOLD_REQUESTS,
+    PREFILL_THRESHOLD_TOKENS, THREADS,
 };
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 /// Compute and KV type of an instance.
@@ -130,8 +134,8 @@ pub struct ServeConfig {
     pub pd_peers: Vec<String>,
 
     /// Seconds that a prompt's KV is kept for a decode instance, unless renewed.
-    #[arg(long, default_value_t = 30, value_parser = count::<1, 86_400>)]
-    #[schemars(range(min = 1, max = 86_400))]
+    #[arg(long, default_value_t = 30, value_parser = count(KV_LEASE))]
+    #[schemars(range(min = *KV_LEASE.start(), max = *KV_LEASE.end()))]
     pub kv_lease: u32,
 
     /// What a decode instance does when a handoff fails.
@@ -140,8 +144,8 @@ pub struct ServeConfig {
     pub kv_load_failure_policy: KvLoadFailurePolicy,
 
     /// Seconds after which a handoff that makes no progress has failed.
-    #[arg(long, default_value_t = 10, value_parser = count::<1, 86_400>)]
-    #[schemars(range(min = 1, max = 86_400))]
+    #[arg(long, default_value_t = 10, value_parser = count(KV_TIMEOUT))]
+    #[schemars(range(min = *KV_TIMEOUT.start(), max = *KV_TIMEOUT.end()))]
     pub kv_timeout: u32,
 
     /// Compute and KV type.
@@ -156,33 +160,33 @@ pub struct ServeConfig {
     pub quantization: Quantization,
 
     /// Longest input and output together, in tokens; the model's own limit if absent.
-    #[arg(long, value_parser = tokens::<2>)]
-    #[schemars(range(min = 2))]
+    #[arg(long, value_parser = tokens(MAX_MODEL_LEN))]
+    #[schemars(range(min = *MAX_MODEL_LEN.start()))]
     pub max_model_len: Option<u32>,
 
     /// Longest output of one request, in tokens; `max-model-len` if absent.
-    #[arg(long, value_parser = tokens::<1>)]
-    #[schemars(range(min = 1))]
+    #[arg(long, value_parser = tokens(MAX_OUTPUT_TOKENS))]
+    #[schemars(range(min = *MAX_OUTPUT_TOKENS.start()))]
     pub max_output_tokens: Option<u32>,
 
     /// Sequences that run at the same time.
-    #[arg(long, default_value_t = 32, value_parser = count::<1, 65_536>)]
-    #[schemars(range(min = 1, max = 65_536))]
+    #[arg(long, default_value_t = 32, value_parser = count(MAX_NUM_SEQS))]
+    #[schemars(range(min = *MAX_NUM_SEQS.start(), max = *MAX_NUM_SEQS.end()))]
     pub max_num_seqs: u32,
 
     /// Tokens of one step: prompts longer than this are computed in chunks.
-    #[arg(long, default_value_t = 512, value_parser = count::<1, 1_048_576>)]
-    #[schemars(range(min = 1, max = 1_048_576))]
+    #[arg(long, default_value_t = 512, value_parser = count(MAX_NUM_BATCHED_TOKENS))]
+    #[schemars(range(min = *MAX_NUM_BATCHED_TOKENS.start(), max = *MAX_NUM_BATCHED_TOKENS.end()))]
     pub max_num_batched_tokens: u32,
 
     /// Requests that may wait; more are refused with 429.
-    #[arg(long, default_value_t = 256, value_parser = count::<0, 1_048_576>)]
-    #[schemars(range(min = 0, max = 1_048_576))]
+    #[arg(long, default_value_t = 256, value_parser = count(MAX_WAITING))]
+    #[schemars(range(min = *MAX_WAITING.start(), max = *MAX_WAITING.end()))]
     pub max_waiting: u32,
 
     /// Tokens per KV block.
-    #[arg(long, default_value_t = 16, value_parser = count::<1, 4096>)]
-    #[schemars(range(min = 1, max = 4096))]
+    #[arg(long, default_value_t = 16, value_parser = count(BLOCK_SIZE))]
+    #[schemars(range(min = *BLOCK_SIZE.start(), max = *BLOCK_SIZE.end()))]
     pub block_size: u32,
 
     /// Requests share the KV of equal prefixes, also of earlier requests; this is the default.
@@ -203,9 +207,9 @@ pub struct ServeConfig {
     pub share_weights: bool,
 
     /// Tokens that the model's MTP layer proposes per step, 0 to 5; more than one reuse the layer.
-    #[arg(long, default_value_t = 0, value_parser = count::<0, 5>)]
+    #[arg(long, default_value_t = 0, value_parser = count(NUM_SPECULATIVE_TOKENS))]
     #[serde(default)]
-    #[schemars(range(min = 0, max = 5))]
+    #[schemars(range(min = *NUM_SPECULATIVE_TOKENS.start(), max = *NUM_SPECULATIVE_TOKENS.end()))]
     pub num_speculative_tokens: u32,
 
     /// Propose fewer tokens where few were accepted, at least one.
@@ -214,44 +218,45 @@ pub struct ServeConfig {
     pub adaptive_draft_length: bool,
 
     /// Prompts are computed in every Nth step at most while other requests generate; 1: in any step.
-    #[arg(long, default_value_t = 1, value_parser = count::<1, 65_536>)]
+    #[arg(long, default_value_t = 1, value_parser = count(PREFILL_ANY_INTERVAL))]
     #[serde(default = "one")]
-    #[schemars(range(min = 1, max = 65_536))]
+    #[schemars(range(min = *PREFILL_ANY_INTERVAL.start(), max = *PREFILL_ANY_INTERVAL.end()))]
     pub prefill_any_interval: u32,
 
     /// Ranks: engines with their own scheduler and KV that step together, each a process with its share of the threads
     /// and of the experts. More than 1 only for role both. Limits of sequences and tokens are those of each rank.
-    #[arg(long, alias = "data-parallel-size", default_value_t = 1, value_parser = count::<1, MOST_RANKS>)]
+    #[arg(long, alias = "data-parallel-size", default_value_t = 1, value_parser = count(DP))]
     #[serde(default = "one")]
-    #[schemars(range(min = 1, max = 64))]
+    #[schemars(range(min = *DP.start(), max = *DP.end()))]
     pub dp: u32,
 
     /// With several ranks: prompt tokens that a step of each rank takes beside generation; 0: prompts get steps of their
     /// own. 64 if absent.
-    #[arg(long, value_parser = count::<0, { u32::MAX }>)]
+    #[arg(long, value_parser = count(PREFILL_CHUNK))]
     #[serde(default)]
     pub prefill_chunk: Option<u32>,
 
     /// With several ranks and `prefill-chunk 0`: steps of prompts in a row, at most, while other requests generate; 1 if
     /// absent.
-    #[arg(long, value_parser = count::<1, { u32::MAX }>)]
+    #[arg(long, value_parser = count(PREFILL_RUN))]
     #[serde(default)]
-    #[schemars(range(min = 1))]
+    #[schemars(range(min = *PREFILL_RUN.start()))]
     pub prefill_run: Option<u32>,
 
     /// With several ranks: prompts, of all ranks together, that wait before they disturb generation; 0: their number does
     /// not matter, which is the default.
-    #[arg(long, value_parser = count::<0, { u32::MAX }>)]
+    #[arg(long, value_parser = count(PREFILL_THRESHOLD_REQUESTS))]
     #[serde(default)]
     pub prefill_threshold_requests: Option<u32>,
 
     /// As `prefill-threshold-requests`, in prompt tokens; what is reached first counts.
     #[arg(long, value_parser = whole)]
     #[serde(default)]
+    #[schemars(range(max = *PREFILL_THRESHOLD_TOKENS.end()))]
     pub prefill_threshold_tokens: Option<u64>,
 
     /// Milliseconds after which prompts wait for no threshold any more; 300 if absent.
-    #[arg(long, value_parser = count::<0, { u32::MAX }>)]
+    #[arg(long, value_parser = count(PREFILL_LONGEST_WAIT))]
     #[serde(default)]
     pub prefill_longest_wait: Option<u32>,
 
@@ -261,8 +266,8 @@ pub struct ServeConfig {
     pub kv_cache_memory: Option<String>,
 
     /// Compute threads, 1 to 1024; one per permitted core if absent.
-    #[arg(long, value_parser = count::<1, MOST_THREADS>)]
-    #[schemars(range(min = 1, max = 1024))]
+    #[arg(long, value_parser = count(THREADS))]
+    #[schemars(range(min = *THREADS.start(), max = *THREADS.end()))]
     pub threads: Option<u32>,
 
     /// Cores to run on, such as `0-3,8`; those permitted to the process if absent. Named cores are taken to be this
@@ -279,9 +284,9 @@ pub struct ServeConfig {
     #[arg(long, default_value_t = 0, value_parser = whole)]
     pub seed: u64,
 
-    /// Largest request body, in bytes.
+    /// Largest request body, in bytes; less where a sixteenth of the available memory does not hold seven times as much.
     #[arg(long, default_value_t = 32 << 20, value_parser = body_bytes)]
-    #[schemars(range(min = *BODY_BYTES.start(), max = *BODY_BYTES.end()))]
+    #[schemars(range(min = *MAX_BODY_BYTES.start(), max = *MAX_BODY_BYTES.end()))]
     pub max_body_bytes: u64,
 
     /// Seconds after SIGTERM in which arriving requests are still served, so that load balancers can
@@ -317,6 +322,66 @@ pub struct ServeConfig {
 }
 
 impl ServeConfig {
+    /// The flags that are whole numbers, each with its value, if it has one, and what is allowed.
+    pub fn numbers(
+        &self,
+    ) -> impl Iterator<Item = (&'static str, Option<u64>, RangeInclusive<u64>)> {
+        let narrow = [
+            ("max-model-len", self.max_model_len, MAX_MODEL_LEN),
+            (
+                "max-output-tokens",
+                self.max_output_tokens,
+                MAX_OUTPUT_TOKENS,
+            ),
+            ("max-num-seqs", Some(self.max_num_seqs), MAX_NUM_SEQS),
+            (
+                "max-num-batched-tokens",
+                Some(self.max_num_batched_tokens),
+                MAX_NUM_BATCHED_TOKENS,
+            ),
+            ("max-waiting", Some(self.max_waiting), MAX_WAITING),
+            ("block-size", Some(self.block_size), BLOCK_SIZE),
+            (
+                "num-speculative-tokens",
+                Some(self.num_speculative_tokens),
+                NUM_SPECULATIVE_TOKENS,
+            ),
+            ("dp", Some(self.dp), DP),
+            (
+                "prefill-any-interval",
+                Some(self.prefill_any_interval),
+                PREFILL_ANY_INTERVAL,
+            ),
+            ("prefill-chunk", self.prefill_chunk, PREFILL_CHUNK),
+            ("prefill-run", self.prefill_run, PREFILL_RUN),
+            (
+                "prefill-threshold-requests",
+                self.prefill_threshold_requests,
+                PREFILL_THRESHOLD_REQUESTS,
+            ),
+            (
+                "prefill-longest-wait",
+                self.prefill_longest_wait,
+                PREFILL_LONGEST_WAIT,
+            ),
+            ("kv-lease", Some(self.kv_lease), KV_LEASE),
+            ("kv-timeout", Some(self.kv_timeout), KV_TIMEOUT),
+            ("threads", self.threads, THREADS),
+        ];
+        let wide = narrow.map(|(flag, value, range)| {
+            let range = u64::from(*range.start())..=u64::from(*range.end());
+            (flag, value.map(u64::from), range)
+        });
+        wide.into_iter().chain([
+            (
+                "prefill-threshold-tokens",
+                self.prefill_threshold_tokens,
+                PREFILL_THRESHOLD_TOKENS,
+            ),
+            ("max-body-bytes", Some(self.max_body_bytes), MAX_BODY_BYTES),
+        ])
+    }
+
     /// Is the prefix cache on?
     pub fn prefix_caching(&self) -> bool {
         self.enable_prefix_caching || !self.no_enable_prefix_caching

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use twinfer_config::ranges::NUM_SPECULATIVE_TOKENS;
 use twinfer_protocol::{ApiError, BlockId, RankLoad, TokenId};
 use twinfer_sys::BlockArena;
 
@@ -378,7 +379,7 @@ impl Default for EngineConfig {
 }
 
 /// Most tokens that are proposed per step.
-pub const MAX_DRAFTS: usize = 5;
+pub const MAX_DRAFTS: usize = *NUM_SPECULATIVE_TOKENS.end() as usize;
 
 /// Counters since start and gauges now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -18,7 +18,8 @@ use std::time::Duration;
 use twinfer_config::model::{
     KvBudget, KvShape, MemoryError, ModelBytes, ModelConfigError, StepSize, TensorSpecs,
 };
-use twinfer_config::{Dtype, MOST_THREADS, ModelConfig, MoeComm};
+use twinfer_config::ranges::THREADS;
+use twinfer_config::{Dtype, ModelConfig, MoeComm};
 use twinfer_kernels::{Compute, Isa, KernelError, ThreadTeam, numerics_class};
 use twinfer_protocol::Fingerprint;
 use twinfer_sys::{BlockArena, Pieces};
@@ -629,7 +630,7 @@ fn check_options(options: &LoadOptions<'_>) -> Result<Isa, ModelError> {
             allowed: format!("1 to {most}"),
         })
     };
-    in_range("threads", options.threads, MOST_THREADS as usize)?;
+    in_range("threads", options.threads, *THREADS.end() as usize)?;
     in_range("block-size", options.block_size, 4096)?;
     in_range(
         "max-num-batched-tokens",

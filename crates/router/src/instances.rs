@@ -4,7 +4,8 @@ use crate::RouterError;
 use std::collections::HashMap;
 use std::path::Path;
 use std::time::Duration;
-use twinfer_config::{BODY_BYTES, MOST_SECONDS, RouterConfig};
+use twinfer_config::ranges::MAX_BODY_BYTES;
+use twinfer_config::{MOST_SECONDS, RouterConfig};
 use twinfer_http::{Endpoint, HostPort};
 use twinfer_protocol::Role;
 
@@ -102,12 +103,12 @@ impl Times {
         if config.max_inflight == 0 {
             problems.push("--max-inflight is 0; allowed are 1 and more".to_owned());
         }
-        if !BODY_BYTES.contains(&config.max_body_bytes) {
+        if !MAX_BODY_BYTES.contains(&config.max_body_bytes) {
             problems.push(format!(
                 "--max-body-bytes is {}; allowed are {} to {}",
                 config.max_body_bytes,
-                BODY_BYTES.start(),
-                BODY_BYTES.end()
+                MAX_BODY_BYTES.start(),
+                MAX_BODY_BYTES.end()
             ));
         }
         if problems.is_empty() {

@@ -1,11 +1,10 @@
 use crate::ServeError;
 use std::fmt::Display;
 use std::time::Duration;
-use twinfer_config::MOST_RANKS;
 use twinfer_config::model::parse_bytes;
-use twinfer_config::{BODY_BYTES, CoreSet, FlagError, MOST_SECONDS, MOST_THREADS, ServeConfig};
+use twinfer_config::{CoreSet, FlagError, MOST_SECONDS, ServeConfig};
+use twinfer_engine::EngineConfig;
 use twinfer_engine::phase::{Mixing, PhasePolicy, Threshold};
-use twinfer_engine::{EngineConfig, MAX_DRAFTS};
 use twinfer_protocol::Role;
 
 /// Milliseconds that prompts wait for a threshold unless told otherwise.
@@ -34,56 +33,15 @@ impl Settings {
         let bad = |flag, value: &dyn Display, allowed: String| {
             Err(FlagError::new(flag, value, allowed).into())
         };
-        // Flag, value, least and most that is allowed.
-        let bounds = [
-            ("max-num-seqs", config.max_num_seqs.into(), 1, 1 << 16),
-            (
-                "max-num-batched-tokens",
-                config.max_num_batched_tokens.into(),
-                1,
-                1 << 20,
-            ),
-            ("max-waiting", config.max_waiting.into(), 0, 1 << 20),
-            ("block-size", config.block_size.into(), 1, 4096),
-            (
-                "num-speculative-tokens",
-                config.num_speculative_tokens.into(),
-                0,
-                MAX_DRAFTS as u64,
-            ),
-            ("dp", config.dp.into(), 1, MOST_RANKS.into()),
-            (
-                "prefill-any-interval",
-                config.prefill_any_interval.into(),
-                1,
-                1 << 16,
-            ),
-            ("kv-lease", config.kv_lease.into(), 1, 86_400),
-            ("kv-timeout", config.kv_timeout.into(), 1, 86_400),
-            (
-                "max-body-bytes",
-                config.max_body_bytes,
-                *BODY_BYTES.start(),
-                *BODY_BYTES.end(),
-            ),
-            (
-                "threads",
-                config.threads.unwrap_or(1).into(),
-                1,
-                MOST_THREADS.into(),
-            ),
-        ];
-        for (flag, value, least, most) in bounds {
-            if !(least..=most).contains(&value) {
-                return bad(flag, &value, format!("{least} to {most} are allowed"));
+        for (flag, value, range) in config.numbers() {
+            if let Some(value) = value.filter(|value| !range.contains(value)) {
+                let (least, most) = (range.start(), range.end());
+                let allowed = match value < *least && *most == u64::from(u32::MAX) {
+                    true => format!("at least {least} is allowed"),
+                    false => format!("{least} to {most} are allowed"),
+                };
+                return bad(flag, &value, allowed);
             }
-        }
-        if config.max_output_tokens == Some(0) {
-            return bad("max-output-tokens", &0, "at least 1 is allowed".to_owned());
-        }
-        if let Some(length @ ..2) = config.max_model_len {
-            let allowed = "at least 2 is allowed, one token in and one out";
-            return bad("max-model-len", &length, allowed.to_owned());
         }
         if let Some(text) = &config.kv_cache_memory {
             kv_bytes(text)?;
@@ -180,14 +138,6 @@ fn ranks(config: &ServeConfig) -> Result<(), ServeError> {
     {
         let allowed = "it is for several ranks that step together: set dp above 1, or leave it out";
         return Err(FlagError::new(flag, value, allowed).into());
-    }
-    let most = u64::from(u32::MAX);
-    for ((flag, value), least) in given.into_iter().zip([0, 1, 0, 0, 0]) {
-        if let Some(value) = value.filter(|value| !(least..=most).contains(value)) {
-            return Err(
-                FlagError::new(flag, value, format!("{least} to {most} are allowed")).into(),
-            );
-        }
     }
     Ok(())
 }

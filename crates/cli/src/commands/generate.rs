@@ -10,7 +10,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use twinfer_config::model::parse_bytes;
-use twinfer_config::{GenerateConfig, LineFormat, MOST_THREADS, Quantization};
+use twinfer_config::ranges::THREADS;
+use twinfer_config::{GenerateConfig, LineFormat, Quantization};
 use twinfer_deploy::CoreSet;
 use twinfer_engine::{
     Engine, EngineConfig, FinishReason, GenerateError, Generated, KvMemory, LoadOptions, Request,
@@ -80,7 +81,7 @@ fn engine(config: &GenerateConfig, tokenizer: &Arc<Tokenizer>) -> Result<Engine,
         ));
     }
     let cores = cpus.as_ref().map_or(permitted.len(), Vec::len);
-    let cores = cores.clamp(1, MOST_THREADS as usize);
+    let cores = cores.clamp(1, *THREADS.end() as usize);
     let threads = config.threads.map_or(cores, |threads| threads as usize);
     let kv = match &config.kv_cache_memory {
         None => KvMemory::Share(0.25),
