@@ -3,7 +3,7 @@ use crate::engine::EngineHandle;
 use crate::kv::Handoff;
 use crate::load::LoadProgress;
 use crate::metrics::InstanceMetrics;
-use crate::room::ScoreRoom;
+use crate::room::BodyPlan;
 use crate::settings::Settings;
 use http::HeaderMap;
 use http::header::AUTHORIZATION;
@@ -22,8 +22,6 @@ use twinfer_text::{ChatTemplate, Tokenizer};
 
 /// Requests whose text is being parsed, rendered or tokenised at the same time.
 pub(crate) const PREPARED_AT_ONCE: u32 = 4;
-/// Bodies of the greatest length that may be read or prepared at the same time.
-const LARGE_BODIES: u32 = 4;
 /// Longest time a request's body may take to arrive.
 pub(crate) const BODY_TIME: Duration = Duration::from_secs(60);
 
@@ -55,7 +53,6 @@ pub(crate) struct Instance {
     pub(crate) template: ChatTemplate,
     pub(crate) defaults: SamplingDefaults,
     pub(crate) handoff: Handoff,
-    pub(crate) scores: ScoreRoom,
     /// Seed of requests that bring none.
     pub(crate) seed: u64,
     pub(crate) next_id: AtomicU64,
@@ -78,8 +75,16 @@ impl App {
         drain: Drain,
     ) -> Self {
         let metrics = InstanceMetrics::new(&settings.model_name);
+        let bodies = BodyPlan::new(config.max_body_bytes);
+        if bodies.limit < config.max_body_bytes {
+            tracing::warn!(
+                max_body_bytes = config.max_body_bytes,
+                allowed = bodies.limit,
+                "request bodies are shorter than max-body-bytes: more would not fit in memory"
+            );
+        }
         Self {
-            bodies: BodyRoom::new(LARGE_BODIES, config.max_body_bytes, BODY_TIME),
+            bodies: BodyRoom::new(bodies.together, bodies.limit, BODY_TIME),
             config,
             settings,
             name,

@@ -18,6 +18,8 @@ pub struct SamplingDefaults {
     pub min_p: f32,
     /// `repetition_penalty`.
     pub repetition_penalty: f32,
+    /// `max_new_tokens`: output tokens of a request that leaves their number open; a request may ask for more.
+    pub max_tokens: Option<u32>,
 }
 
 impl Default for SamplingDefaults {
@@ -28,6 +30,7 @@ impl Default for SamplingDefaults {
             top_k: 0,
             min_p: 0.0,
             repetition_penalty: 1.0,
+            max_tokens: None,
         }
     }
 }
@@ -62,12 +65,25 @@ impl SamplingDefaults {
                     format!("top_k is {value}; -1, 0 or a number of tokens is expected")
                 })?,
         };
+        let max_tokens = match &config["max_new_tokens"] {
+            Value::Null => None,
+            value => Some(
+                value
+                    .as_u64()
+                    .and_then(|tokens| u32::try_from(tokens).ok())
+                    .filter(|tokens| *tokens > 0)
+                    .ok_or_else(|| {
+                        format!("max_new_tokens is {value}; a number of tokens from 1 is expected")
+                    })?,
+            ),
+        };
         let defaults = Self {
             temperature: number("temperature", base.temperature)?,
             top_p: number("top_p", base.top_p)?,
             top_k,
             min_p: number("min_p", base.min_p)?,
             repetition_penalty: number("repetition_penalty", base.repetition_penalty)?,
+            max_tokens,
         };
         // Better here than in an error to every client.
         defaults
@@ -123,12 +139,14 @@ mod tests {
 
     #[test]
     fn generation_config_is_the_default() {
-        let given = json!({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": 1, "do_sample": true});
+        let given = json!({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": 1, "do_sample": true,
+            "max_new_tokens": 2048, "max_length": 20});
         let defaults = SamplingDefaults::from_json(&given).unwrap();
         assert_eq!(
             (defaults.temperature, defaults.top_p, defaults.top_k),
             (0.6, 0.95, 20)
         );
+        assert_eq!(defaults.max_tokens, Some(2048));
         assert_eq!(
             SamplingDefaults::from_json(&json!({})).unwrap(),
             SamplingDefaults::default()
@@ -142,6 +160,8 @@ mod tests {
             (json!({"temperature": -1.0}), "temperature"),
             (json!({"top_p": 2.0}), "top_p"),
             (json!({"top_k": -5}), "top_k"),
+            (json!({"max_new_tokens": 0}), "max_new_tokens"),
+            (json!({"max_new_tokens": 2.5}), "max_new_tokens"),
         ] {
             assert!(
                 SamplingDefaults::from_json(&config)

@@ -1,9 +1,11 @@
 //! From a model directory to a [`Model`].
 
+use crate::room::{BodyPlan, answer_bytes};
 use crate::{LoadProgress, Model, SamplingDefaults, ServeError};
 use std::path::PathBuf;
 use std::sync::Arc;
-use twinfer_config::{FlagError, MOST_THREADS, Quantization, ServeConfig};
+use twinfer_config::ranges::THREADS;
+use twinfer_config::{FlagError, Quantization, ServeConfig};
 use twinfer_engine::exchange::RankLink;
 use twinfer_engine::{
     CheckedModel, KvMemory, LoadOptions, ModelError, Sharing, default_share_dir, hub_revision,
@@ -41,6 +43,9 @@ pub(crate) fn load_texts(config: &ServeConfig) -> Result<Texts, ServeError> {
     let tokenizer = Tokenizer::of(&texts).map_err(text)?;
     let template = ChatTemplate::of(&texts, &tokenizer).map_err(text)?;
     let defaults = SamplingDefaults::of(&texts).map_err(ServeError::Model)?;
+    drop(texts);
+    // Reading a vocabulary takes several times what is left of it.
+    twinfer_sys::return_freed_memory();
     Ok(Texts {
         tokenizer,
         template,
@@ -215,7 +220,7 @@ fn options(config: &ServeConfig) -> Result<LoadOptions<'static>, ServeError> {
     Ok(LoadOptions {
         dtype: config.dtype,
         quantize: config.quantization == Quantization::W8a8,
-        threads: threads.clamp(1, MOST_THREADS as usize),
+        threads: threads.clamp(1, *THREADS.end() as usize),
         cpus,
         isa: config.isa.clone(),
         block_size: config.block_size as usize,
@@ -226,7 +231,7 @@ fn options(config: &ServeConfig) -> Result<LoadOptions<'static>, ServeError> {
         mtp: config.num_speculative_tokens > 0,
         share: config.share_weights.then(default_share_dir),
         max_drafts: config.num_speculative_tokens as usize,
-        beside: crate::room::answer_bytes(),
+        beside: answer_bytes().saturating_add(BodyPlan::new(config.max_body_bytes).bytes),
         ..LoadOptions::default()
     })
 }

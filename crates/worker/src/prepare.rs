@@ -359,7 +359,7 @@ fn finish(
         leg,
         requests,
         submission,
-        scores: instance.scores.take(scored)?,
+        scores: instance.engine.scores().take(scored)?,
     })
 }
 
@@ -391,7 +391,7 @@ fn check_scores(
     };
     let each = (u64::from(alternatives) + 1).saturating_mul(prompt.ids.len() as u64);
     *scored = scored.saturating_add(each.saturating_mul(common.n.into()));
-    let most = instance.scores.most();
+    let most = instance.engine.scores().most();
     if *scored <= most {
         return Ok(());
     }
@@ -409,7 +409,8 @@ fn check_scores(
     ))
 }
 
-/// Output tokens a request may have. What it asks for must fit; what it leaves open is filled up.
+/// Output tokens a request may have. What it asks for must fit; what it leaves open is the model's `max_new_tokens`, else
+/// filled up.
 fn output_limit(
     instance: &Instance,
     (kind, open): (Kind, Option<u32>),
@@ -458,7 +459,7 @@ fn output_limit(
         Some(asked) => Ok(asked),
         None => {
             let most = left.min(limits.max_output_tokens);
-            Ok(match open {
+            Ok(match open.or(instance.defaults.max_tokens) {
                 Some(tokens) => most.min(tokens.max(common.sampling.min_tokens)),
                 None => most,
             })

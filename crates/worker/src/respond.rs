@@ -37,7 +37,7 @@ pub(crate) struct Answer {
     kind: Kind,
     common: Common,
     prompts: Vec<PromptTokens>,
-    /// Room for the log-probabilities of prompts, until the answer has been sent.
+    /// Room for its log-probabilities, until the answer has been sent.
     scores: Option<OwnedSemaphorePermit>,
 }
 
@@ -61,6 +61,8 @@ struct PromptScores {
 /// A whole answer's choices.
 pub(crate) struct Outcome {
     choices: Vec<Collected>,
+    /// Room for the log-probabilities of what was put out.
+    room: Option<OwnedSemaphorePermit>,
 }
 
 /// State of a choice in a stream.
@@ -111,7 +113,9 @@ impl Answer {
     pub(crate) async fn collect(&self, mut generation: Generation) -> Result<Outcome, ApiError> {
         let count = self.prompts.len() * self.common.n as usize;
         let mut choices: Vec<Collected> = (0..count).map(|_| Collected::default()).collect();
+        let mut room = None;
         while let Some(event) = generation.next().await? {
+            room = joined(room, event.room);
             if let Some(end) = &event.end {
                 finish(&end.reason)?;
             }
@@ -122,18 +126,18 @@ impl Answer {
                 choice.end = event.end;
             }
         }
-        Ok(Outcome { choices })
+        Ok(Outcome { choices, room })
     }
 
     /// The whole answer.
     pub(crate) fn whole(
         mut self,
-        outcome: &Outcome,
+        mut outcome: Outcome,
         kv_transfer_params: Option<KvTransferParams>,
     ) -> Result<Response, ApiError> {
-        let scores = self.scores.take();
-        let response = self.written(outcome, kv_transfer_params)?;
-        Ok(match scores {
+        let room = joined(self.scores.take(), outcome.room.take());
+        let response = self.written(&outcome, kv_transfer_params)?;
+        Ok(match room {
             None => response,
             Some(room) => with_room(response, room),
         })
@@ -585,6 +589,20 @@ pub(crate) fn json<T: Serialize>(body: &T) -> Result<Response, ApiError> {
         .headers_mut()
         .insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     Ok(response)
+}
+
+/// Both rooms, which are of one kind.
+fn joined(
+    a: Option<OwnedSemaphorePermit>,
+    b: Option<OwnedSemaphorePermit>,
+) -> Option<OwnedSemaphorePermit> {
+    match (a, b) {
+        (Some(mut a), Some(b)) => {
+            a.merge(b);
+            Some(a)
+        }
+        (a, b) => a.or(b),
+    }
 }
 
 /// `response` that gives its `room` back when it has been sent, or nobody takes it any more.

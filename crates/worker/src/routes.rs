@@ -118,9 +118,9 @@ async fn generate(app: &Arc<App>, kind: Kind, request: Request) -> Result<Respon
         _ => None,
     };
     if answer.shows_scores() {
-        return off_thread(app, 0, move || answer.whole(&outcome, params)).await;
+        return off_thread(app, 0, move || answer.whole(outcome, params)).await;
     }
-    answer.whole(&outcome, params)
+    answer.whole(outcome, params)
 }
 
 async fn models(State(app): State<Arc<App>>, request: Request) -> Response {

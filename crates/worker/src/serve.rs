@@ -10,7 +10,6 @@ use crate::kv::{Fetcher, Handoff};
 use crate::load::{LoadProgress, Model, WarmEngine, warm_up};
 use crate::model::{load_texts, warn_of_template};
 use crate::rank::{RankProgram, RankStart};
-use crate::room::{ScoreRoom, answer_bytes};
 use crate::settings::{Settings, cpus};
 use crate::{SamplingDefaults, ServeError, load_model, routes};
 use std::net::SocketAddr;
@@ -442,7 +441,6 @@ fn connect(
         template: up.template,
         defaults: up.defaults,
         handoff,
-        scores: ScoreRoom::new(answer_bytes()),
         seed: config.seed,
         next_id: AtomicU64::new(1),
     }))

@@ -77,6 +77,8 @@ pub(crate) struct ChoiceEvent {
     pub(crate) text: String,
     /// On the last event of the choice.
     pub(crate) end: Option<End>,
+    /// Room for the log-probabilities of `tokens`, until they have been sent.
+    pub(crate) room: Option<OwnedSemaphorePermit>,
 }
 
 /// The end of one choice.
@@ -109,6 +111,8 @@ struct Entry {
     last_token: Option<Instant>,
     first_token: Option<Instant>,
     tokens: u32,
+    /// It was ended here; the rank does not know yet.
+    over: bool,
     _permit: Option<OwnedSemaphorePermit>,
 }
 
@@ -196,6 +200,7 @@ impl Desk {
                 last_token: None,
                 first_token: None,
                 tokens: 0,
+                over: false,
                 _permit: permits.split(1),
             };
             self.entries.insert(id, entry);
@@ -242,8 +247,8 @@ impl Desk {
             Event::Output {
                 id,
                 prompt_logprobs,
-                tokens,
-                text,
+                mut tokens,
+                mut text,
                 finish,
             } => {
                 let held = finish
@@ -254,18 +259,42 @@ impl Desk {
                         kv,
                         engine: Some(EngineHandle::of(&self.shared)),
                     });
+                let last = finish.is_some();
                 let Some(entry) = self.entries.get_mut(&id) else {
                     return;
                 };
+                if entry.over {
+                    if last {
+                        self.remove(id);
+                    }
+                    return;
+                }
                 // With all of the prompt in the cache nothing was fetched: prefill's copy is of no use.
                 entry.claim = None;
-                let end = finish.map(|finish| End {
+                let mut end = finish.map(|finish| End {
                     reason: finish.reason,
                     output_tokens: finish.output_tokens,
                     cached: cached_anywhere(finish.sources, entry.prefill_cached),
                     sources: finish.sources,
                     held,
                 });
+                let room = match self.shared.scores().take_output(scores(&tokens)) {
+                    Ok(room) => room,
+                    Err(error) => {
+                        // What has come is given up: it is kept nowhere.
+                        tokens.clear();
+                        text.clear();
+                        entry.over = true;
+                        end = Some(End {
+                            reason: FinishReason::Error(error),
+                            output_tokens: entry.tokens,
+                            sources: PromptSources::default(),
+                            cached: 0,
+                            held: None,
+                        });
+                        None
+                    }
+                };
                 if let Some(End {
                     reason: FinishReason::Error(error),
                     ..
@@ -274,20 +303,21 @@ impl Desk {
                     tracing::error!(request = id.0, %error, "a request failed");
                 }
                 entry.measure(&self.metrics, &tokens, end.as_ref(), now);
-                let last = end.is_some();
+                let over = entry.over;
                 let event = ChoiceEvent {
                     choice: entry.choice,
                     prompt_logprobs,
                     tokens,
                     text,
                     end,
+                    room,
                 };
                 // The channel has room for all that a request may send, so a failure means that
                 // nobody reads any more.
                 let sent = entry.sink.try_send(event).is_ok();
                 if last {
                     self.remove(id);
-                } else if !sent {
+                } else if !sent || over {
                     let rank = self.rank;
                     self.shared.push(Command::Abort { rank, id });
                 }
@@ -383,11 +413,166 @@ impl Drop for HeldBlocks {
     }
 }
 
+/// Log-probabilities of output.
+fn scores(tokens: &[OutputToken]) -> u64 {
+    let of = |token: &OutputToken| token.logprobs.as_ref().map_or(0, |(_, top)| 1 + top.len());
+    tokens.iter().map(of).sum::<usize>() as u64
+}
+
 /// What neither instance computed for this request. A peer's number counts only as far as its KV was used.
 fn cached_anywhere(sources: PromptSources, prefill_cached: u32) -> u32 {
     let handed_over = sources.cached + sources.remote;
     match sources.remote {
         0 => sources.cached,
         _ => sources.cached.max(prefill_cached.min(handed_over)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::Places;
+    use crate::metrics::InstanceMetrics;
+    use crate::rank::RankStats;
+    use crate::room::ScoreRoom;
+    use tokio::sync::Semaphore;
+    use twinfer_engine::{Finish, KvSource, Logprob, SamplingParams};
+
+    /// Log-probabilities of one event of [`output`].
+    const EACH: u64 = 5;
+
+    struct Reader {
+        desk: Desk,
+        sink: mpsc::Sender<ChoiceEvent>,
+        events: mpsc::Receiver<ChoiceEvent>,
+        places: Arc<Semaphore>,
+    }
+
+    impl Reader {
+        /// Beside a room for `scores` log-probabilities.
+        fn new(scores: u64) -> Self {
+            let room = ScoreRoom::new(scores * 256);
+            let ranks = vec![RankStats::default()];
+            let shared = Arc::new(Shared::new(Places::one(4), ranks, Arc::default(), room));
+            let (sink, events) = mpsc::channel(64);
+            Self {
+                desk: Desk::new(0, shared, None, InstanceMetrics::new("m").engine),
+                sink,
+                events,
+                places: Arc::new(Semaphore::new(4)),
+            }
+        }
+
+        fn submit(&mut self, id: u64) {
+            let request = Request {
+                id: RequestId(id),
+                prompt: [1].into(),
+                params: SamplingParams::greedy(8),
+                kv: KvSource::Compute,
+                hold_kv: false,
+                cache_salt: None,
+                leader: None,
+            };
+            let new = NewRequest {
+                request,
+                choice: id as u32,
+                claim: None,
+            };
+            let order = self.desk.order(Command::Submit {
+                rank: 0,
+                requests: vec![new],
+                permits: Arc::clone(&self.places).try_acquire_owned().unwrap(),
+                arrived: Instant::now(),
+                sink: self.sink.clone(),
+                reply: oneshot::channel().0,
+            });
+            assert!(order.is_some());
+        }
+
+        /// A token of a request with log-probabilities, which may be its last.
+        fn output(&mut self, id: u64, last: bool) {
+            let one = Logprob {
+                token: 1,
+                logprob: -1.0,
+                rank: 1,
+            };
+            let token = OutputToken {
+                id: 1,
+                logprobs: Some((one, vec![one; EACH as usize - 1])),
+            };
+            let finish = last.then(|| Finish {
+                reason: FinishReason::Length,
+                sources: PromptSources::default(),
+                output_tokens: 1,
+                held: None,
+            });
+            let event = Event::Output {
+                id: RequestId(id),
+                prompt_logprobs: Vec::new(),
+                tokens: vec![token],
+                text: "a".to_owned(),
+                finish,
+            };
+            self.desk.hear(News::Event(event), Instant::now());
+        }
+    }
+
+    fn is_overloaded(event: &ChoiceEvent) -> bool {
+        let end = event.end.as_ref().map(|end| &end.reason);
+        matches!(end, Some(FinishReason::Error(error)) if error.kind == ErrorKind::Overloaded)
+    }
+
+    #[test]
+    fn output_that_nobody_reads_ends_with_an_error_when_its_log_probabilities_fill_the_room() {
+        let mut reader = Reader::new(2 * EACH + 1);
+        reader.submit(0);
+        reader.output(0, false);
+        reader.output(0, false);
+        reader.output(0, false);
+        reader.output(0, false);
+        let first = reader.events.try_recv().unwrap();
+        assert_eq!((first.tokens.len(), &*first.text), (1, "a"));
+        let second = reader.events.try_recv().unwrap();
+        assert!(second.end.is_none());
+        let third = reader.events.try_recv().unwrap();
+        assert!(is_overloaded(&third) && third.tokens.is_empty());
+        // What the rank computed before it heard is told nobody; its place is kept until it has ended.
+        assert!(reader.events.try_recv().is_err());
+        assert_eq!(
+            (reader.desk.open(), reader.places.available_permits()),
+            (1, 3)
+        );
+        reader.output(0, true);
+        assert!(reader.events.try_recv().is_err());
+        assert_eq!(
+            (reader.desk.open(), reader.places.available_permits()),
+            (0, 4)
+        );
+
+        // Another finds room when what came was sent.
+        reader.submit(1);
+        drop((first, second));
+        reader.output(1, false);
+        reader.output(1, true);
+        let events: Vec<ChoiceEvent> =
+            std::iter::from_fn(|| reader.events.try_recv().ok()).collect();
+        assert_eq!(events.len(), 2);
+        assert!(
+            events
+                .iter()
+                .all(|event| event.tokens.len() == 1 && !is_overloaded(event))
+        );
+    }
+
+    #[test]
+    fn the_last_output_that_finds_no_room_leaves_no_place_behind() {
+        let mut reader = Reader::new(EACH - 1);
+        reader.submit(0);
+        reader.output(0, true);
+        assert!(is_overloaded(&reader.events.try_recv().unwrap()));
+        assert_eq!(
+            (reader.desk.open(), reader.places.available_permits()),
+            (0, 4)
+        );
     }
 }

@@ -3,6 +3,7 @@ use super::mailbox::Mailbox;
 use super::stall::StallDetector;
 use crate::metrics::EngineMetrics;
 use crate::rank::{Balancer, RankStats, RankView};
+use crate::room::ScoreRoom;
 use parking_lot::{Condvar, Mutex};
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -28,6 +29,8 @@ pub(crate) struct Shared {
     places: Places,
     ranks: Mutex<Ranks>,
     progress: Arc<AtomicU64>,
+    /// Of all answers.
+    scores: ScoreRoom,
     base: Instant,
     detector: Mutex<StallDetector>,
     failure: OnceLock<ApiError>,
@@ -97,6 +100,11 @@ impl EngineHandle {
     /// Sequences of one request that may be inside at the same time: they go to one rank.
     pub(crate) fn capacity(&self) -> u32 {
         self.0.places.capacity
+    }
+
+    /// Room for log-probabilities in all answers.
+    pub(crate) fn scores(&self) -> &ScoreRoom {
+        &self.0.scores
     }
 
     /// Takes places for `sequences`, at once or not at all.
@@ -300,7 +308,12 @@ impl Places {
 
 impl Shared {
     /// For ranks with these counters.
-    pub(crate) fn new(places: Places, stats: Vec<RankStats>, progress: Arc<AtomicU64>) -> Self {
+    pub(crate) fn new(
+        places: Places,
+        stats: Vec<RankStats>,
+        progress: Arc<AtomicU64>,
+        scores: ScoreRoom,
+    ) -> Self {
         let Places {
             capacity,
             slots,
@@ -316,6 +329,7 @@ impl Shared {
                 stats,
             }),
             progress,
+            scores,
             base: Instant::now(),
             detector: Mutex::default(),
             failure: OnceLock::new(),
@@ -323,6 +337,11 @@ impl Shared {
             ended: Mutex::new(false),
             end: Condvar::new(),
         }
+    }
+
+    /// Room for log-probabilities.
+    pub(super) fn scores(&self) -> &ScoreRoom {
+        &self.scores
     }
 
     pub(super) fn begin_step(&self) -> Instant {

@@ -2,6 +2,7 @@ use super::desk::{Desk, Fetch};
 use super::handle::{EngineHandle, Places, Shared};
 use crate::metrics::EngineMetrics;
 use crate::rank::{Patience, RankCore};
+use crate::room::{ScoreRoom, answer_bytes};
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -43,6 +44,7 @@ pub(crate) fn run(parts: EngineParts, running: impl FnOnce(EngineHandle)) {
         Places::one(parts.capacity),
         vec![stats],
         parts.progress,
+        ScoreRoom::new(answer_bytes()),
     ));
     // What warm-up counted is no client's.
     parts.metrics.publish(&stats.engine, &stats.engine);

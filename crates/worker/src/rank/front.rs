@@ -5,6 +5,7 @@ use super::messages::{FromRank, News, Order, RankStats, RankUp, Start, ToRank};
 use super::wake::GroupWake;
 use crate::engine::{Command, Desk, EngineHandle, Places, Shared, panic_text};
 use crate::metrics::EngineMetrics;
+use crate::room::{ScoreRoom, answer_bytes};
 use crate::{LoadProgress, ServeError};
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -310,7 +311,8 @@ impl Fleet {
         let total = RankStats::total(&self.stats);
         metrics.publish(&total, &total);
         let stats = std::mem::take(&mut self.stats);
-        let shared = Arc::new(Shared::new(places, stats, Arc::default()));
+        let scores = ScoreRoom::new(answer_bytes());
+        let shared = Arc::new(Shared::new(places, stats, Arc::default(), scores));
         running(EngineHandle::of(&shared));
         let mut desks: Vec<Desk> = (0..rank_count(&self))
             .map(|rank| Desk::new(rank, Arc::clone(&shared), None, metrics.clone()))

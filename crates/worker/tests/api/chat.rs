@@ -1,4 +1,4 @@
-use crate::support::{Server, expected};
+use crate::support::{CONTEXT, Options, Server, expected};
 use serde_json::{Value, json};
 
 const PATH: &str = "/v1/chat/completions";
@@ -89,6 +89,35 @@ async fn null_is_absent_in_chats() {
         .await
         .json();
     assert_eq!(answer["choices"], plain["choices"]);
+}
+
+/// As vLLM: a default, and no limit.
+#[tokio::test]
+async fn a_chat_without_max_tokens_has_the_models_max_new_tokens() {
+    let options = |max_new_tokens| Options {
+        max_new_tokens: Some(max_new_tokens),
+        ..Options::default()
+    };
+    let server = Server::start(options(5)).await;
+    let tokens = async |server: &Server, more: Value| {
+        let answer = server.client.post(PATH, &body(json!("hi"), more)).await;
+        answer.json()["usage"]["completion_tokens"].clone()
+    };
+    for nothing in [json!({}), json!({"max_tokens": null})] {
+        assert_eq!(tokens(&server, nothing).await, 5);
+    }
+    for asked in [3, 9] {
+        assert_eq!(tokens(&server, json!({"max_tokens": asked})).await, asked);
+        let newer = json!({"max_completion_tokens": asked});
+        assert_eq!(tokens(&server, newer).await, asked);
+    }
+    // A completion has sixteen.
+    let body = json!({"prompt": "x", "ignore_eos": true});
+    let answer = server.client.complete(&body).await;
+    assert_eq!(answer["usage"]["completion_tokens"], 16);
+    // What does not fit is filled up.
+    let server = Server::start(options(100_000)).await;
+    assert_eq!(tokens(&server, json!({})).await, CONTEXT - 8);
 }
 
 #[tokio::test]

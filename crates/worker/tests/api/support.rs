@@ -37,6 +37,8 @@ pub(crate) struct Options {
     pub(crate) before_step: Option<BeforeStep>,
     /// Differs between instances that must not exchange KV.
     pub(crate) weights: &'static str,
+    /// Of the model's generation_config.json.
+    pub(crate) max_new_tokens: Option<u32>,
 }
 
 /// A running instance; ended when dropped.
@@ -129,6 +131,7 @@ impl Default for Options {
             num_blocks: 1024,
             before_step: None,
             weights: "w",
+            max_new_tokens: None,
         }
     }
 }
@@ -234,11 +237,13 @@ impl Server {
             num_blocks,
             before_step,
             weights,
+            max_new_tokens,
         } = options;
         let layers: Arc<OnceLock<Arc<AtomicU64>>> = Arc::default();
         let counted = Arc::clone(&layers);
         let load = move |config: &ServeConfig, _: &(dyn Fn(LoadProgress) + Sync)| {
-            let model = model(&path, config, num_blocks, before_step, weights);
+            let mut model = model(&path, config, num_blocks, before_step, weights);
+            model.defaults.max_tokens = max_new_tokens;
             let _ = counted.set(model.executor.progress().unwrap());
             Ok(model)
         };
