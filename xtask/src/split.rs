@@ -265,6 +265,7 @@ fn ids(model: &Path, prompts: &[Vec<u32>]) -> Result<Vec<Vec<u32>>> {
         hold_kv: false,
         cache_salt: None,
         leader: None,
+        resumed: 0,
     });
     let results = generate(&mut engine, requests.collect(), 8, |_| {})?;
     let ids =

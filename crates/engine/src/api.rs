@@ -92,6 +92,18 @@ pub struct Request {
     /// until that one's prompt is computed (or it is gone) and shares its KV. Both name the first choice,
     /// that one itself too, so that they share also without prefix cache.
     pub leader: Option<RequestId>,
+    /// The last so many tokens of `prompt` are output that another engine of the same fingerprint has given of
+    /// this request: penalties, stops, `min_tokens` and `max_tokens` count them as output, and neither they nor
+    /// their text come out again. Fewer than `prompt` has, and not so many that they end the output.
+    pub resumed: u32,
+}
+
+impl Request {
+    /// Prompt, and output of another engine that stands behind it.
+    pub fn split(&self) -> (&[TokenId], &[TokenId]) {
+        let at = self.prompt.len().saturating_sub(self.resumed as usize);
+        self.prompt.split_at(at)
+    }
 }
 
 /// Log-probability of a token, natural logarithm.

@@ -244,13 +244,31 @@ impl Engine {
                            log-probabilities of a prompt need all of it computed here";
             return Err(ApiError::invalid("prompt_logprobs", message));
         }
+        let (prompt, resumed) = request.split();
+        if prompt.is_empty() || (!resumed.is_empty() && request.params.prompt_logprobs.is_some()) {
+            let message = format!(
+                "{} of {} tokens are output of another engine; a prompt before them is needed, and its \
+                 log-probabilities are not computed again",
+                request.resumed,
+                request.prompt.len()
+            );
+            return Err(ApiError::invalid("resumed", message));
+        }
         check_length(
-            request.prompt.len(),
+            prompt.len(),
             request.params.max_tokens,
             self.config.max_model_len,
         )?;
         check_allowed(&request.params, self.tokenizer.eos_ids())?;
-        let output = OutputState::new(&request.params, &self.tokenizer)?;
+        let mut output = OutputState::new(&request.params, &self.tokenizer)?;
+        if output.replay(resumed, &mut String::new()).is_some() {
+            let message = format!(
+                "the output has ended within the {} tokens given",
+                resumed.len()
+            );
+            return Err(ApiError::invalid("resumed", message));
+        }
+        let max_len = prompt.len() + request.params.max_tokens as usize;
         // Those that will get a place in the next step do not count as waiting.
         let room = self.config.max_waiting as usize + self.scheduler.open_slots();
         if self.scheduler.waiting() >= room {
@@ -262,7 +280,6 @@ impl Engine {
             return Err(ApiError::new(ErrorKind::Overloaded, message));
         }
         let block_size = self.scheduler.pool().block_size();
-        let max_len = request.prompt.len() + request.params.max_tokens as usize;
         let mut chain = self.chain(&request);
         let mut keys = Vec::new();
         if let Some(chain) = &mut chain {

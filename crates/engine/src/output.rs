@@ -88,6 +88,12 @@ impl OutputState {
         ends.then(|| self.end(FinishReason::Length, out))
     }
 
+    /// Takes tokens that another engine has output, as [`Self::push`] does each.
+    pub fn replay(&mut self, tokens: &[TokenId], out: &mut String) -> Option<FinishReason> {
+        let ends = |&token: &TokenId| self.push(token, out);
+        tokens.iter().find_map(ends)
+    }
+
     /// Ends the output for a reason of the caller: adds what was held back to `out`.
     pub fn flush(&mut self, out: &mut String) {
         self.piece.clear();

@@ -88,6 +88,7 @@ fn allocations(params: &SamplingParams, drafts: u32, warm: usize) -> u64 {
             hold_kv: false,
             cache_salt: None,
             leader: None,
+            resumed: 0,
         };
         engine.submit(request).unwrap();
     }

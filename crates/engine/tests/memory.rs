@@ -139,6 +139,7 @@ fn a_model_takes_what_its_plan_says() {
         hold_kv: false,
         cache_salt: None,
         leader: None,
+        resumed: 0,
     });
     let results = generate(&mut engine, requests.collect(), SEQS, |_| {}).unwrap();
     over.store(true, Ordering::Relaxed);

@@ -132,5 +132,6 @@ fn warm_up_request(engine: &Engine) -> Request {
         hold_kv: false,
         cache_salt: None,
         leader: None,
+        resumed: 0,
     }
 }

@@ -195,6 +195,11 @@ fn finite(value: f32) -> f32 {
     }
 }
 
+/// Characters of a token's text, as offsets count them.
+pub(crate) fn characters(tokenizer: &Tokenizer, token: TokenId) -> u64 {
+    text(tokenizer, token).chars().count() as u64
+}
+
 fn text(tokenizer: &Tokenizer, token: TokenId) -> String {
     tokenizer.token_text(token).unwrap_or_default()
 }

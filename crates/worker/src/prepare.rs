@@ -8,11 +8,14 @@ use bytes::Bytes;
 use serde_json::Value;
 use std::sync::Arc;
 use tokio::sync::OwnedSemaphorePermit;
-use twinfer_engine::{KvSource, Request};
+use twinfer_engine::output::OutputState;
+use twinfer_engine::{KvSource, Request, SamplingParams};
 use twinfer_protocol::openai::{
     ChatRequest, Common, CompletionRequest, Fields, Prompt, kv_transfer_params, shown,
 };
-use twinfer_protocol::{ApiError, ErrorKind, KvTransferParams, Role, TokenId};
+use twinfer_protocol::{
+    ApiError, ErrorKind, KvTransferParams, RESUME_FIELD, Resume, Role, TokenId,
+};
 use twinfer_text::TextError;
 
 /// `max_tokens` of completions that say nothing.
@@ -54,6 +57,8 @@ pub(crate) struct Prepared {
     pub(crate) submission: Submission,
     /// Room for the log-probabilities of prompts.
     pub(crate) scores: Option<OwnedSemaphorePermit>,
+    /// The answer has begun elsewhere.
+    pub(crate) resume: Option<Resume>,
 }
 
 /// Splits off what names remote KV first, so that whatever is refused later releases it.
@@ -70,9 +75,14 @@ pub(crate) fn prepare(
         return Err(ApiError::new(ErrorKind::KvParamsForbidden, message).with_param(name));
     }
     let leg = leg(instance, kv_transfer_params(&fields)?)?;
+    if !caller.peer && fields.raw(RESUME_FIELD).is_some() {
+        let message = format!("{RESUME_FIELD} is taken from peers only: present the peer key");
+        return Err(ApiError::new(ErrorKind::KvParamsForbidden, message).with_param(RESUME_FIELD));
+    }
+    let resume = Resume::read(&fields)?;
     match kind {
-        Kind::Completion => completion(instance, &fields, leg),
-        Kind::Chat => chat(instance, &fields, leg),
+        Kind::Completion => completion(instance, &fields, leg, resume),
+        Kind::Chat => chat(instance, &fields, leg, resume),
     }
 }
 
@@ -176,7 +186,12 @@ fn leg(instance: &Instance, params: Option<KvTransferParams>) -> Result<Leg, Api
     Ok(leg)
 }
 
-fn completion(instance: &Instance, fields: &Fields<'_>, leg: Leg) -> Result<Prepared, ApiError> {
+fn completion(
+    instance: &Instance,
+    fields: &Fields<'_>,
+    leg: Leg,
+    resume: Option<Resume>,
+) -> Result<Prepared, ApiError> {
     let CompletionRequest {
         mut common,
         mut prompts,
@@ -189,9 +204,10 @@ fn completion(instance: &Instance, fields: &Fields<'_>, leg: Leg) -> Result<Prep
         prompts.truncate(1);
     }
     let submission = admit(instance, &mut common, prompts.len(), &leg)?;
+    let known = known_prompt(&leg, resume.as_ref(), &common, prompts.len())?;
     let mut tokens = Vec::with_capacity(prompts.len());
     for (index, prompt) in prompts.into_iter().enumerate() {
-        let known = if index == 0 { leg.prompt() } else { None };
+        let known = known.clone().filter(|_| index == 0);
         tokens.push(tokenise(instance, prompt, known, echo, add_special_tokens)?);
     }
     let open = match fields.is_null("max_tokens") {
@@ -200,15 +216,22 @@ fn completion(instance: &Instance, fields: &Fields<'_>, leg: Leg) -> Result<Prep
         false => Some(COMPLETION_TOKENS),
     };
     let kind = Kind::Completion;
-    finish(instance, (kind, open), common, tokens, leg, submission)
+    let output = (kind, open);
+    finish(instance, output, common, tokens, leg, submission, resume)
 }
 
-fn chat(instance: &Instance, fields: &Fields<'_>, leg: Leg) -> Result<Prepared, ApiError> {
+fn chat(
+    instance: &Instance,
+    fields: &Fields<'_>,
+    leg: Leg,
+    resume: Option<Resume>,
+) -> Result<Prepared, ApiError> {
     let mut chat = ChatRequest::read(fields)?;
     check_model(instance, chat.common.model.as_deref())?;
     let submission = admit(instance, &mut chat.common, 1, &leg)?;
-    let (common, ids) = match leg.prompt() {
-        // As prefill rendered them: never twice.
+    let known = known_prompt(&leg, resume.as_ref(), &chat.common, 1)?;
+    let (common, ids) = match known {
+        // As they were rendered before: never twice.
         Some(ids) => (chat.common, ids),
         None => {
             let (common, ids) = render(instance, chat, context(instance))?;
@@ -223,7 +246,45 @@ fn chat(instance: &Instance, fields: &Fields<'_>, leg: Leg) -> Result<Prepared, 
         tokens,
         leg,
         submission,
+        resume,
     )
+}
+
+/// The prompt as it was tokenised before: by the prefill instance, or when the answer began.
+fn known_prompt(
+    leg: &Leg,
+    resume: Option<&Resume>,
+    common: &Common,
+    prompts: usize,
+) -> Result<Option<Arc<[TokenId]>>, ApiError> {
+    let Some(resume) = resume else {
+        return Ok(leg.prompt());
+    };
+    let refuse = |message: String| Err(ApiError::invalid(RESUME_FIELD, message));
+    let choices = prompts * common.n as usize;
+    if choices != 1 {
+        return refuse(format!(
+            "{RESUME_FIELD} is given with {choices} choices in the answer; one is allowed"
+        ));
+    }
+    if !common.stream && !matches!(leg, Leg::Prefill) {
+        return refuse(format!("{RESUME_FIELD} is given without stream: true"));
+    }
+    let Some(handed_over) = leg.prompt() else {
+        return Ok(resume.prompt_token_ids.clone().map(Into::into));
+    };
+    // What prefill computed is the prompt and the output that there is of it.
+    let prompt = handed_over.strip_suffix(resume.output_token_ids.as_slice());
+    let fits = |prompt: &[TokenId]| {
+        let given = resume.prompt_token_ids.as_deref();
+        given.is_none_or(|given| given == prompt)
+    };
+    match prompt {
+        Some(prompt) if fits(prompt) => Ok(Some(prompt.into())),
+        _ => refuse(format!(
+            "{RESUME_FIELD} and kv_transfer_params.prompt_token_ids are not of the same tokens"
+        )),
+    }
 }
 
 /// Places in the engine come before the work of tokenising.
@@ -292,6 +353,7 @@ fn finish(
     prompts: Vec<PromptTokens>,
     leg: Leg,
     submission: Submission,
+    mut resume: Option<Resume>,
 ) -> Result<Prepared, ApiError> {
     let mut requests = Vec::with_capacity(prompts.len() * common.n as usize);
     let mut scored = 0;
@@ -300,15 +362,31 @@ fn finish(
         .word_forms(&common.sampling.bad_words)
         .map_err(|error| ApiError::from(error).with_param("bad_words"))?;
     let cache_salt: Option<Arc<str>> = common.cache_salt.as_deref().map(Into::into);
+    let resumed: Vec<TokenId> = match &resume {
+        Some(resume) => {
+            let ids = instance.tokenizer.check_ids(&resume.output_token_ids);
+            ids.map_err(|e| ApiError::from(e).with_param(RESUME_FIELD))?;
+            resume.output_token_ids.clone()
+        }
+        None => Vec::new(),
+    };
     for (index, prompt) in prompts.iter().enumerate() {
         let max_tokens = output_limit(instance, (kind, open), &common, prompt.ids.len())?;
-        let scores = scores(&common, prompt, &leg);
+        // Those of a prompt went out with the first event.
+        let scores = match resume {
+            Some(_) => None,
+            None => scores(&common, prompt, &leg),
+        };
         check_scores(instance, &common, prompt, scores, &mut scored)?;
+        let tokens: Arc<[TokenId]> = match resumed.as_slice() {
+            [] => Arc::clone(&prompt.ids),
+            resumed => prompt.ids.iter().chain(resumed).copied().collect(),
+        };
         let claim = match &leg {
             // Nothing to fetch for a single token: its KV is computed with it.
             // Log-probabilities of a prompt need all of it computed.
-            Leg::Decode(claim) if index == 0 && prompt.ids.len() > 1 && scores.is_none() => {
-                claim.set_use(&prompt.ids);
+            Leg::Decode(claim) if index == 0 && tokens.len() > 1 && scores.is_none() => {
+                claim.set_use(&tokens);
                 Some(Arc::clone(claim))
             }
             _ => None,
@@ -327,6 +405,11 @@ fn finish(
             if choice == 0 {
                 params.prompt_logprobs = scores;
             }
+            if let Some(resume) = resume.as_mut().filter(|_| !matches!(leg, Leg::Prefill))
+                && replayed(instance, &params, resume)?
+            {
+                continue;
+            }
             // The others find the KV that the first one fetched or computed.
             let claim = claim.clone().filter(|_| choice == 0);
             requests.push(NewRequest {
@@ -337,7 +420,12 @@ fn finish(
                     } else {
                         instance.new_id()
                     },
-                    prompt: Arc::clone(&prompt.ids),
+                    prompt: Arc::clone(&tokens),
+                    resumed: match leg {
+                        // It only computes them.
+                        Leg::Prefill => 0,
+                        _ => u32::try_from(resumed.len()).unwrap_or(u32::MAX),
+                    },
                     params,
                     kv: if claim.is_some() {
                         KvSource::Remote
@@ -352,6 +440,7 @@ fn finish(
             });
         }
     }
+    let prefills = matches!(leg, Leg::Prefill);
     Ok(Prepared {
         kind,
         common,
@@ -360,7 +449,32 @@ fn finish(
         requests,
         submission,
         scores: instance.engine.scores().take(scored)?,
+        resume: resume.filter(|_| !prefills),
     })
+}
+
+/// Runs the output so far through text and stops, notes the bytes of its text, and says whether it has ended:
+/// then only the end of the stream was lost.
+fn replayed(
+    instance: &Instance,
+    params: &SamplingParams,
+    resume: &mut Resume,
+) -> Result<bool, ApiError> {
+    let mut text = String::new();
+    let ids = &resume.output_token_ids;
+    let ended = OutputState::new(params, &instance.tokenizer)?.replay(ids, &mut text);
+    let bytes = text.len() as u64;
+    if let Some(given) = resume.emitted_bytes
+        && given != bytes
+    {
+        let message = format!(
+            "{RESUME_FIELD}.emitted_bytes is {given}; the text of its tokens has {bytes}: another \
+             instance would have given another text"
+        );
+        return Err(ApiError::invalid(RESUME_FIELD, message));
+    }
+    resume.emitted_bytes = Some(bytes);
+    Ok(ended.is_some() || params.max_tokens == 0)
 }
 
 /// Alternatives to compute per prompt token: those asked for, or those of the output where the prompt is

@@ -5,7 +5,7 @@ use crate::engine::{ChoiceEvent, End, Generation};
 use crate::kv::Left;
 use crate::logprobs::{self, Echoed, PromptLogprobs, Scored};
 use crate::metrics::InstanceMetrics;
-use crate::prepare::{Kind, Prepared, PromptTokens};
+use crate::prepare::{Kind, Leg, Prepared, PromptTokens};
 use axum::body::{Body, HttpBody};
 use axum::response::Response;
 use bytes::Bytes;
@@ -22,7 +22,8 @@ use twinfer_protocol::openai::{
     ChatChoice, ChatChunk, ChatChunkChoice, ChatMessage, ChatResponse, Common, Completion,
     CompletionChoice, CompletionChunk, CompletionChunkChoice, Delta, SharedJson, StopReason, Usage,
 };
-use twinfer_protocol::{ApiError, ErrorKind, KvTransferParams, TokenId};
+use twinfer_protocol::resume::write_output;
+use twinfer_protocol::{ApiError, ErrorKind, IdsLine, KvTransferParams, Resume, TokenId};
 
 const COMPLETION: &str = "text_completion";
 const CHAT: &str = "chat.completion";
@@ -37,6 +38,12 @@ pub(crate) struct Answer {
     kind: Kind,
     common: Common,
     prompts: Vec<PromptTokens>,
+    /// The answer has begun elsewhere.
+    resume: Option<Resume>,
+    /// A peer wants to know the tokens of each event.
+    ids: bool,
+    /// It does not know those of the prompt.
+    prompt_ids_unknown: bool,
     /// Room for its log-probabilities, until the answer has been sent.
     scores: Option<OwnedSemaphorePermit>,
 }
@@ -66,12 +73,16 @@ pub(crate) struct Outcome {
 }
 
 /// State of a choice in a stream.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Default)]
 struct Progress {
     begun: bool,
     characters: u64,
     tokens: u64,
     cached: u64,
+    /// Of the output's text.
+    bytes: u64,
+    /// Tokens that no line has told yet.
+    untold: Vec<TokenId>,
 }
 
 struct EventStream {
@@ -91,6 +102,7 @@ impl Answer {
         id: String,
         created: u64,
         prepared: &mut Prepared,
+        ids: bool,
     ) -> Self {
         Self {
             instance,
@@ -100,7 +112,54 @@ impl Answer {
             kind: prepared.kind,
             common: prepared.common.clone(),
             prompts: std::mem::take(&mut prepared.prompts),
+            resume: prepared.resume.take(),
+            ids,
+            // A text is tokenised the same anywhere; a chat template may look at the time.
+            prompt_ids_unknown: prepared.kind == Kind::Chat
+                && !matches!(prepared.leg, Leg::Decode(_)),
             scores: prepared.scores.take(),
+        }
+    }
+
+    /// What a stream that has begun elsewhere still needs where its output has ended there.
+    pub(crate) fn end_of_stream(self) -> Response {
+        let mut out = Vec::new();
+        let tokens = self.resumed_tokens().len() as u64;
+        self.usage_event(self.usage(tokens), &mut out);
+        out.extend_from_slice(&sse::DONE);
+        sse::event_stream(Body::from(out))
+    }
+
+    /// Output that the client has.
+    fn resumed_tokens(&self) -> &[TokenId] {
+        self.resume
+            .as_ref()
+            .map_or(&[], |resume| &resume.output_token_ids)
+    }
+
+    /// Where a choice of a stream begins.
+    fn progress(&self) -> Progress {
+        let Some(resume) = &self.resume else {
+            return Progress::default();
+        };
+        let ids = &resume.output_token_ids;
+        let prompt = self.prompts.first().filter(|prompt| prompt.echo.is_some());
+        let tokenizer = &self.instance.tokenizer;
+        let shown = prompt
+            .map_or(&[][..], |prompt| &prompt.ids)
+            .iter()
+            .chain(ids);
+        let counted = self.kind == Kind::Completion && self.common.logprobs.is_some();
+        Progress {
+            begun: true,
+            characters: match counted {
+                true => shown.map(|&id| logprobs::characters(tokenizer, id)).sum(),
+                false => 0,
+            },
+            tokens: ids.len() as u64,
+            cached: 0,
+            bytes: resume.emitted_bytes.unwrap_or(0),
+            untold: Vec::new(),
         }
     }
 
@@ -204,7 +263,7 @@ impl Answer {
             finish(&end.reason)?;
         }
         let count = self.prompts.len() * self.common.n as usize;
-        let choices = vec![Progress::default(); count];
+        let choices = vec![self.progress(); count];
         let echoed = self.prompts.iter().map(|_| None).collect();
         let state = EventStream {
             answer: self,
@@ -399,9 +458,7 @@ impl EventStream {
                 out.extend_from_slice(&sse::error_events(&error));
                 self.over = true;
             } else if self.generation.is_over() {
-                if self.answer.common.include_usage {
-                    self.write_usage(&mut out);
-                }
+                self.write_usage(&mut out);
                 out.extend_from_slice(&sse::DONE);
                 self.over = true;
             }
@@ -436,8 +493,19 @@ impl EventStream {
         };
         let begins = !std::mem::replace(&mut progress.begun, true);
         progress.tokens += event.tokens.len() as u64;
+        if answer.ids {
+            let ids = event.tokens.iter().map(|token| token.id);
+            progress.untold.extend(ids);
+            if begins && event.choice == 0 && answer.prompt_ids_unknown {
+                let ids = answer.first_prompt().to_vec();
+                IdsLine::Prompt(ids).write(out);
+            }
+        }
         if let Some(end) = &event.end {
-            progress.cached = end.cached.into();
+            let prompt = answer.prompts.get((event.choice / n) as usize);
+            // Output that was computed elsewhere is no part of the prompt.
+            let most = prompt.map_or(0, |prompt| prompt.ids.len() as u64);
+            progress.cached = u64::from(end.cached).min(most);
         }
         let common = &answer.common;
         let per_token =
@@ -460,6 +528,7 @@ impl EventStream {
                 if silent && echo.is_none() {
                     return Ok(());
                 }
+                progress.tell(answer.ids, event.choice, &event.text, out);
                 let text = match echo {
                     Some(echo) => format!("{echo}{}", event.text),
                     None => event.text,
@@ -505,11 +574,15 @@ impl EventStream {
                         content: Some(String::new()),
                     };
                     let usage = usage.map(|usage| Usage::new(usage.prompt_tokens, 0));
+                    if answer.ids {
+                        write_output(event.choice, &[], 0, out);
+                    }
                     answer.chat_event(&[chunk(role, None)], usage, answer.prompt_ids(0), out);
                 }
                 if silent {
                     return Ok(());
                 }
+                progress.tell(answer.ids, event.choice, &event.text, out);
                 let mut choice = chunk(
                     Delta {
                         role: None,
@@ -531,19 +604,35 @@ impl EventStream {
     fn write_usage(&self, out: &mut Vec<u8>) {
         let cached = self.choices.iter().map(|choice| choice.cached);
         let cached = cached.step_by(self.answer.common.n.max(1) as usize).sum();
-        let usage = Some(
-            self.answer
-                .usage(self.choices.iter().map(|choice| choice.tokens).sum())
-                .with_cached(cached),
-        );
-        match self.answer.kind {
-            Kind::Completion => self.answer.completion_event(&[], usage, out),
-            Kind::Chat => self.answer.chat_event(&[], usage, None, out),
+        let tokens = self.choices.iter().map(|choice| choice.tokens).sum();
+        let usage = self.answer.usage(tokens).with_cached(cached);
+        self.answer.usage_event(usage, out);
+    }
+}
+
+impl Progress {
+    /// Tells the tokens of the event that comes next, which shows `text`.
+    fn tell(&mut self, wanted: bool, choice: u32, text: &str, out: &mut Vec<u8>) {
+        self.bytes += text.len() as u64;
+        if wanted {
+            write_output(choice, &self.untold, self.bytes, out);
+            self.untold.clear();
         }
     }
 }
 
 impl Answer {
+    /// The last event, if it is asked for.
+    fn usage_event(&self, usage: Usage, out: &mut Vec<u8>) {
+        if !self.common.include_usage {
+            return;
+        }
+        match self.kind {
+            Kind::Completion => self.completion_event(&[], Some(usage), out),
+            Kind::Chat => self.chat_event(&[], Some(usage), None, out),
+        }
+    }
+
     fn completion_event(
         &self,
         choices: &[CompletionChunkChoice],

@@ -24,7 +24,7 @@ use twinfer_http::{
     read_body, with_fallbacks,
 };
 use twinfer_protocol::openai::{ChatRequest, Fields, ModelCard, ModelList, Prompt};
-use twinfer_protocol::{ApiError, ErrorKind, KvRelease, LoadReport, TokenId};
+use twinfer_protocol::{ApiError, ErrorKind, IDS_HEADER, KvRelease, LoadReport, TokenId};
 
 /// Completions with bodies up to this many bytes are prepared on the spot.
 const INLINE_BYTES: usize = 4 << 10;
@@ -85,12 +85,20 @@ async fn generate(app: &Arc<App>, kind: Kind, request: Request) -> Result<Respon
     };
     let name = RequestName::new(prefix, &headers, prepared.common.request_id.as_deref());
     let stream = prepared.common.stream;
+    let resume = prepared.resume.as_ref();
+    let (id, created) = match resume {
+        Some(resume) => (resume.id.clone(), resume.created),
+        None => (None, None),
+    };
+    let resumed = resume.map(|resume| resume.output_token_ids.len());
+    let ids = caller.peer && headers.get(IDS_HEADER).is_some_and(|value| value == "1");
     let answer = Answer::new(
         Arc::clone(&instance),
         app.metrics.clone(),
-        name.public.clone(),
-        unix_seconds(),
+        id.unwrap_or_else(|| name.public.clone()),
+        created.unwrap_or_else(unix_seconds),
         &mut prepared,
+        ids,
     );
     let Prepared {
         leg,
@@ -98,7 +106,16 @@ async fn generate(app: &Arc<App>, kind: Kind, request: Request) -> Result<Respon
         submission,
         ..
     } = prepared;
+    if let Some(tokens) = resumed {
+        tracing::info!(request = %name.log, tokens, "resumed after tokens given elsewhere");
+        if requests.is_empty() {
+            return Ok(answer.end_of_stream());
+        }
+    }
     tracing::debug!(request = %name.log, ids = ?requests.first().map(|r| r.request.id.0), "admitted");
+    let computed = requests
+        .first()
+        .map_or_else(|| Arc::from([]), |new| Arc::clone(&new.request.prompt));
     // Keeps the drain waiting for the KV that a prefill leg leaves behind.
     let left_behind = matches!(leg, Leg::Prefill).then(|| app.drain.enter().ok());
     let generation = submission.submit(requests, arrived, rank).await?;
@@ -109,12 +126,7 @@ async fn generate(app: &Arc<App>, kind: Kind, request: Request) -> Result<Respon
     }
     let mut outcome = answer.collect(generation).await?;
     let params = match (outcome.take_held(), left_behind) {
-        (Some(left), Some(guard)) => Some(
-            instance
-                .handoff
-                .export(left, answer.first_prompt(), guard)
-                .await?,
-        ),
+        (Some(left), Some(guard)) => Some(instance.handoff.export(left, &computed, guard).await?),
         _ => None,
     };
     if answer.shows_scores() {

@@ -25,6 +25,7 @@ pub(super) fn request(id: usize, task: &Task, output: u32) -> Request {
         hold_kv: false,
         cache_salt: None,
         leader: None,
+        resumed: 0,
     }
 }
 

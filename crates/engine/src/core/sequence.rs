@@ -35,15 +35,19 @@ impl Sequence {
         chain: Option<BlockChain>,
         draft_length: DraftLength,
     ) -> Self {
-        let prompt = &request.prompt;
+        let (prompt, resumed) = request.split();
         let most = prompt.len() + request.params.max_tokens as usize + MAX_DRAFTS;
-        let mut tokens = Vec::with_capacity(most);
-        tokens.extend_from_slice(prompt);
+        let mut tokens = Vec::with_capacity(most.max(request.prompt.len() + MAX_DRAFTS));
+        tokens.extend_from_slice(&request.prompt);
+        let mut counts = TokenCounts::new(&request.params, prompt);
+        for &token in resumed {
+            counts.push(token);
+        }
         Self {
-            known: prompt.len(),
+            known: request.prompt.len(),
             tokens,
             chain,
-            counts: TokenCounts::new(&request.params, prompt),
+            counts,
             output,
             sources: PromptSources::default(),
             draft_length,

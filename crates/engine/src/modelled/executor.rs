@@ -326,6 +326,7 @@ mod tests {
                     hold_kv: false,
                     cache_salt: None,
                     leader: None,
+                    resumed: 0,
                 })
                 .unwrap();
         }

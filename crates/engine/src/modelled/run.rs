@@ -165,6 +165,7 @@ fn submit(
         hold_kv: false,
         cache_salt: None,
         leader: None,
+        resumed: 0,
     })?;
     clients.push(Client {
         submitted: group.now(),

@@ -124,6 +124,7 @@ pub(crate) fn request(id: u64, prompt: Arc<[TokenId]>, params: SamplingParams) -
         hold_kv: false,
         cache_salt: None,
         leader: None,
+        resumed: 0,
     }
 }
 

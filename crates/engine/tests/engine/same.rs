@@ -172,6 +172,56 @@ fn random_numbers_belong_to_positions() {
     assert_eq!(rest, whole[9..]);
 }
 
+/// A stream that goes on at another engine, after every token of every request: penalties, stops and numbers of tokens
+/// count what was output before, and text goes on where it was.
+#[test]
+fn what_follows_a_resume_is_the_rest_of_the_output() {
+    for (number, request) in mixed_requests(24).into_iter().enumerate() {
+        let mut request = request;
+        request.params.prompt_logprobs = None;
+        if number % 2 == 0 {
+            request.params.repetition_penalty = 1.3;
+            request.params.frequency_penalty = 0.5;
+            request.params.min_tokens = 3.min(request.params.max_tokens);
+        }
+        let whole = alone(&request);
+        for cut in 0..whole.tokens.len() {
+            let before = &whole.ids()[..cut];
+            let mut state =
+                twinfer_engine::output::OutputState::new(&request.params, &tokenizer()).unwrap();
+            let mut text = String::new();
+            assert_eq!(state.replay(before, &mut text), None);
+            let resumed = Request {
+                prompt: request.prompt.iter().chain(before).copied().collect(),
+                resumed: u32::try_from(cut).unwrap(),
+                ..request.clone()
+            };
+            let rest = alone(&resumed);
+            assert_eq!(
+                rest.tokens,
+                whole.tokens[cut..],
+                "request {number} after {cut}"
+            );
+            assert_eq!(
+                format!("{text}{}", rest.text),
+                whole.text,
+                "request {number} after {cut}"
+            );
+            let (ours, theirs) = (rest.finish.unwrap(), whole.finish.clone().unwrap());
+            assert_eq!(ours.reason, theirs.reason);
+            assert_eq!(ours.output_tokens, theirs.output_tokens);
+        }
+        // An output that has ended does not go on.
+        let ended = Request {
+            prompt: request.prompt.iter().copied().chain(whole.ids()).collect(),
+            resumed: u32::try_from(whole.tokens.len()).unwrap(),
+            ..request
+        };
+        let mut bench = bench(roomy(), 256);
+        assert!(bench.engine.submit(ended).is_err());
+    }
+}
+
 #[test]
 fn generate_returns_results_in_order_and_the_same_for_any_concurrency() {
     let requests = mixed_requests(12);

@@ -72,7 +72,6 @@ const UNSUPPORTED: &[(&str, &[&str], &str)] = &[
         &[],
         "thinking budgets are not built",
     ),
-    ("twinfer_resume", &[], "resume is not built"),
 ];
 const UNSUPPORTED_COMPLETION: &[(&str, &[&str], &str)] = &[(
     "suffix",

@@ -10,4 +10,5 @@ mod keys;
 mod life;
 mod limits;
 mod pair;
+mod resume;
 mod support;

@@ -141,6 +141,7 @@ impl Case {
                 hold_kv: false,
                 cache_salt: None,
                 leader: None,
+                resumed: 0,
             }
         });
         all.filter(|request| request.id.0 % u64::from(ranks) == u64::from(rank))

@@ -271,6 +271,7 @@ pub(super) fn request(id: u64, prompt: &[u32], output: u32, ignore_eos: bool) ->
         hold_kv: false,
         cache_salt: None,
         leader: None,
+        resumed: 0,
     }
 }
 

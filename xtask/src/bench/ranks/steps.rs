@@ -214,5 +214,6 @@ fn request(spec: &Spec, id: u64) -> Request {
         hold_kv: false,
         cache_salt: None,
         leader: None,
+        resumed: 0,
     }
 }

@@ -161,6 +161,7 @@ impl Source<'_> {
                         hold_kv: false,
                         cache_salt: None,
                         leader,
+                        resumed: 0,
                     });
                 }
             }
