@@ -18,6 +18,11 @@ pub enum Dialect {
     VllmAscend,
     /// vLLM with NixlConnector: block ids as a list per KV-cache group.
     Nixl,
+    /// vLLM with MooncakeConnector: a transfer id of the router's, no handle; decode waits for prefill's KV. The
+    /// bootstrap server is at the same port.
+    Mooncake,
+    /// vLLM-Ascend with MooncakeLayerwiseConnector: decode asks the metaserver for prefill, and waits.
+    MooncakeLayerwise,
     /// twinfer: a superset of both, and the `/twinfer/*` routes.
     #[default]
     Twinfer,

@@ -1,5 +1,5 @@
 use std::fmt;
-use twinfer_protocol::{API_KEY_ENV, PEER_KEY_ENV, PEER_KEY_ENV_COMPAT};
+use twinfer_protocol::{ADMIN_KEY_ENV, API_KEY_ENV, PEER_KEY_ENV, PEER_KEY_ENV_COMPAT};
 
 /// Keys that the environment gives a process. Read by the binary; libraries get the values.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -8,6 +8,8 @@ pub struct EnvironmentKeys {
     pub api: Option<KeyVariable>,
     /// For other instances and routers.
     pub peer: Option<KeyVariable>,
+    /// For the router's admin listener.
+    pub admin: Option<KeyVariable>,
 }
 
 /// An environment variable that holds a key; the value is never printed.
@@ -31,6 +33,7 @@ impl EnvironmentKeys {
         Self {
             api: first(&[API_KEY_ENV]),
             peer: first(&[PEER_KEY_ENV, PEER_KEY_ENV_COMPAT]),
+            admin: first(&[ADMIN_KEY_ENV]),
         }
     }
 }

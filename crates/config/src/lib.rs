@@ -19,5 +19,5 @@ pub use flag::{FlagError, MOST_SECONDS};
 pub use generate::{GenerateConfig, LineFormat};
 pub use keys::{EnvironmentKeys, KeyVariable};
 pub use model::{ModelConfig, ModelConfigError};
-pub use router::{Policy, RouterConfig, WithoutPrefill};
+pub use router::{KvConnector, Policy, RouterConfig, WithoutPrefill};
 pub use serve::{Dtype, KvLoadFailurePolicy, LogFormat, MoeComm, Quantization, ServeConfig};

@@ -16,7 +16,16 @@ pub enum Policy {
     #[default]
     LeastLoad,
     /// Each in turn.
+    #[value(alias = "round_robin")]
     RoundRobin,
+    /// Of two picked by chance the one with less work.
+    #[value(alias = "power_of_two")]
+    PowerOfTwo,
+    /// The one that computed the longest part of the prompt last, unless it has much more work than another.
+    #[value(aliases = ["cache_aware", "prefix_aware"])]
+    PrefixAffinity,
+    /// As the public P/D proxies score: bytes of bodies.
+    PublicProxy,
 }
 
 /// What becomes of requests while decode instances are up and no prefill instance is.
@@ -30,6 +39,24 @@ pub enum WithoutPrefill {
     Refuse,
     /// A decode instance computes the prompt itself.
     Decode,
+}
+
+/// How prefill and decode instances of vLLM and vLLM-Ascend hand KV over. Ours tell it themselves.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum, Serialize, Deserialize, JsonSchema,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum KvConnector {
+    /// Prefill first: its handle is passed to decode. NixlConnector, MooncakeConnectorV1, LLMDataDistCMgrConnector.
+    #[default]
+    #[value(aliases = ["nixl", "NixlConnector", "MooncakeConnectorV1", "LLMDataDistCMgrConnector"])]
+    Pull,
+    /// Both at once, under a transfer id that the router makes: MooncakeConnector of vLLM.
+    #[value(alias = "MooncakeConnector")]
+    Mooncake,
+    /// Decode first, which asks the router's /v1/metaserver for prefill: MooncakeLayerwiseConnector of vLLM-Ascend.
+    #[value(alias = "MooncakeLayerwiseConnector")]
+    MooncakeLayerwise,
 }
 
 /// The process in front of instances: `twinfer router`.
@@ -56,7 +83,8 @@ pub struct RouterConfig {
     #[arg(long, visible_alias = "worker-urls", value_delimiter = ',', num_args = 1..)]
     pub worker: Vec<String>,
 
-    /// File with one instance per line: `prefill URL`, `decode URL` or `both URL`.
+    /// File with one instance per line: `prefill URL`, `decode URL` or `both URL`. Followed while the router runs:
+    /// instances whose line goes are drained.
     #[arg(long)]
     pub instances_file: Option<PathBuf>,
 
@@ -79,6 +107,26 @@ pub struct RouterConfig {
     /// How an instance is picked.
     #[arg(long, value_enum, default_value_t)]
     pub policy: Policy,
+
+    /// How a prefill instance is picked, if otherwise.
+    #[arg(long, value_enum)]
+    pub prefill_policy: Option<Policy>,
+
+    /// How a decode instance is picked, if otherwise; instances that do both are picked so too.
+    #[arg(long, value_enum)]
+    pub decode_policy: Option<Policy>,
+
+    /// How instances of vLLM and vLLM-Ascend hand KV over.
+    #[arg(long, value_enum, default_value_t)]
+    pub kv_connector: KvConnector,
+
+    /// Port of the bootstrap servers of prefill instances with connector mooncake; 0: their own ports.
+    #[arg(long, default_value_t = 8998, value_parser = port)]
+    pub mooncake_bootstrap_port: u16,
+
+    /// Host under which decode instances with connector mooncake-layerwise reach this router; --host if absent.
+    #[arg(long)]
+    pub metaserver_host: Option<String>,
 
     /// What becomes of requests while decode instances are up and no prefill instance is.
     #[arg(long, value_enum, default_value_t)]
@@ -109,10 +157,23 @@ pub struct RouterConfig {
     #[schemars(range(min = 1))]
     pub max_attempts: u32,
 
-    /// Requests in flight; more are refused with 429.
+    /// Times that a stream whose instance dies goes on at another one of the same fingerprint; 0: it ends with an error.
+    #[arg(long, default_value_t = 3)]
+    pub max_resumes: u32,
+
+    /// Requests in flight; more wait in the queue, or are refused with 429.
     #[arg(long, default_value_t = 1024, value_parser = positive)]
     #[schemars(range(min = 1))]
     pub max_inflight: u32,
+
+    /// Requests that wait for one in flight to end, in turn by client key; more are refused with 429.
+    #[arg(long, default_value_t = 0)]
+    pub max_queued: u32,
+
+    /// Seconds that a request waits in the queue at most.
+    #[arg(long, default_value_t = 30.0, value_parser = seconds)]
+    #[schemars(range(min = 0.0, max = MOST_SECONDS))]
+    pub queue_timeout: f64,
 
     /// Largest request body, in bytes.
     #[arg(long, default_value_t = 32 << 20, value_parser = body_bytes)]
@@ -134,6 +195,25 @@ pub struct RouterConfig {
     #[arg(long)]
     pub api_key_file: Option<PathBuf>,
 
+    /// File of mode 0600 with one `NAME KEY` per line: keys of several clients, who then get their turns in the queue
+    /// each. Instead of --api-key-file.
+    #[arg(long)]
+    pub api_keys_file: Option<PathBuf>,
+
+    /// Address of the admin listener.
+    #[arg(long, default_value = "127.0.0.1")]
+    pub admin_host: String,
+
+    /// Port of the admin listener, where instances are listed, added and drained; 0 picks a free one. Without it there is
+    /// none.
+    #[arg(long, value_parser = port)]
+    pub admin_port: Option<u16>,
+
+    /// File of mode 0600 that holds the key of the admin listener; else the environment variable TWINFER_ADMIN_KEY; else
+    /// it listens on loopback only.
+    #[arg(long)]
+    pub admin_key_file: Option<PathBuf>,
+
     /// File of mode 0600 that holds the key for instances; else the environment variable
     /// TWINFER_PEER_KEY or OPENAI_API_KEY.
     #[arg(long)]
@@ -143,6 +223,10 @@ pub struct RouterConfig {
     #[arg(skip)]
     #[serde(skip)]
     pub environment_keys: EnvironmentKeys,
+
+    /// Log a line per request: route, status, times, instances; never text.
+    #[arg(long)]
+    pub access_log: bool,
 
     /// Form of log lines.
     #[arg(long, value_enum, default_value_t)]
@@ -163,6 +247,11 @@ impl Default for RouterConfig {
             decoder_hosts: Vec::new(),
             decoder_ports: Vec::new(),
             policy: Policy::default(),
+            prefill_policy: None,
+            decode_policy: None,
+            kv_connector: KvConnector::default(),
+            mooncake_bootstrap_port: 8998,
+            metaserver_host: None,
             without_prefill: WithoutPrefill::default(),
             health_interval: 2.0,
             connect_timeout: 2.0,
@@ -170,13 +259,21 @@ impl Default for RouterConfig {
             first_byte_timeout: 300.0,
             idle_timeout: 60.0,
             max_attempts: 3,
+            max_resumes: 3,
             max_inflight: 1024,
+            max_queued: 0,
+            queue_timeout: 30.0,
             max_body_bytes: 32 << 20,
             drain_settle: 2.0,
             drain_timeout: 30.0,
             api_key_file: None,
+            api_keys_file: None,
+            admin_host: "127.0.0.1".to_owned(),
+            admin_port: None,
+            admin_key_file: None,
             peer_key_file: None,
             environment_keys: EnvironmentKeys::default(),
+            access_log: false,
             log_format: LogFormat::default(),
         }
     }

@@ -122,7 +122,16 @@ pub(crate) fn router(
         }
     }
     let mut flags = spec.flags.clone();
-    absolute(deployment, &mut flags, &["api-key-file", "peer-key-file"]);
+    absolute(
+        deployment,
+        &mut flags,
+        &[
+            "admin-key-file",
+            "api-key-file",
+            "api-keys-file",
+            "peer-key-file",
+        ],
+    );
     // Instances end with the router: nobody would send requests elsewhere meanwhile.
     flags
         .entry("drain-settle".to_owned())

@@ -149,27 +149,49 @@ pub(super) fn infer(
     } else {
         format!("{id}-0-{suffix}")
     };
-    let params = if keeps {
-        handle(context, &internal_id, prompt_tokens)
-    } else {
-        Value::Null
+    // Where the router names the transfer, prefill gives no handle.
+    let transfer_id = asked
+        .and_then(|params| params.get("transfer_id"))
+        .and_then(Value::as_str)
+        .filter(|_| config.dialect == Dialect::Mooncake);
+    let (internal_id, params) = match (transfer_id, keeps, config.dialect) {
+        (Some(transfer_id), ..) => (transfer_id.to_owned(), Value::Null),
+        (None, true, Dialect::Mooncake) => return missing("transfer_id", headers),
+        (None, true, Dialect::MooncakeLayerwise) => {
+            // It writes to the place that decode has named, and holds nothing.
+            for field in [
+                "request_id",
+                "remote_block_ids",
+                "remote_engine_id",
+                "remote_host",
+                "remote_port",
+            ] {
+                if asked.is_none_or(|params| params.get(field).is_none()) {
+                    return missing(field, headers);
+                }
+            }
+            (internal_id, Value::Null)
+        }
+        (None, true, _) => {
+            let params = handle(context, &internal_id, prompt_tokens);
+            (internal_id, params)
+        }
+        (None, false, _) => (internal_id, Value::Null),
     };
+    let keeps = keeps && config.dialect != Dialect::MooncakeLayerwise;
 
     let mut steps = Vec::new();
     if flag("do_remote_prefill") && config.role.can_decode() {
-        match pull_step(asked.unwrap_or(&Value::Null)) {
+        let asked = asked.unwrap_or(&Value::Null);
+        let step = match config.dialect {
+            Dialect::Mooncake => await_step(asked).map(Some),
+            Dialect::MooncakeLayerwise => metaserver_step(context, asked, &id, chat).map(Some),
+            _ => pull_step(asked),
+        };
+        match step {
             Ok(Some(step)) => steps.push(step),
             Ok(None) => {}
-            Err(missing) => {
-                let message = format!("kv_transfer_params lacks {missing}");
-                return error(
-                    400,
-                    "BadRequestError",
-                    Some("kv_transfer_params"),
-                    &message,
-                    headers,
-                );
-            }
+            Err(field) => return missing(field, headers),
         }
     }
     wait(&mut steps, config.ttft);
@@ -246,6 +268,8 @@ fn handle(context: &Context<'_>, internal_id: &str, prompt_tokens: usize) -> Val
             "remote_num_tokens": prompt_tokens, "remote_blocks_expiry_time": null, "transfer_mode": "pull",
             "remote_prefill_cached_tokens": 0,
         }),
+        // Neither gives a handle.
+        Dialect::Mooncake | Dialect::MooncakeLayerwise => Value::Null,
         Dialect::Twinfer => json!({
             "do_remote_prefill": true, "do_remote_decode": false, "remote_block_ids": ids,
             "remote_engine_id": engine, "remote_request_id": internal_id, "remote_host": config.kv_host,
@@ -276,6 +300,70 @@ fn pull_step(params: &Value) -> Result<Option<Step>, &'static str> {
         port,
         remote_request_id,
     }))
+}
+
+fn missing(field: &str, headers: &[(String, String)]) -> Plan {
+    let message = format!("kv_transfer_params lacks {field}");
+    error(
+        400,
+        "BadRequestError",
+        Some("kv_transfer_params"),
+        &message,
+        headers,
+    )
+}
+
+/// Waiting for what the prefill worker will hold under the router's transfer id.
+fn await_step(params: &Value) -> Result<Step, &'static str> {
+    let text = |name: &'static str| params.get(name).and_then(Value::as_str).ok_or(name);
+    let transfer_id = text("transfer_id")?.to_owned();
+    text("remote_engine_id")?;
+    let (host, port, _) = address(text("remote_bootstrap_addr")?).ok_or("remote_bootstrap_addr")?;
+    Ok(Step::Await {
+        host,
+        port,
+        transfer_id,
+    })
+}
+
+/// The question for the prompt's KV, as the connector's scheduler asks it.
+fn metaserver_step(
+    context: &Context<'_>,
+    params: &Value,
+    id: &str,
+    chat: bool,
+) -> Result<Step, &'static str> {
+    let url = params
+        .get("metaserver")
+        .and_then(Value::as_str)
+        .ok_or("metaserver")?;
+    let (host, port, path) = address(url).ok_or("metaserver")?;
+    let request_id = if chat {
+        id.to_owned()
+    } else {
+        format!("{id}-0")
+    };
+    let body = json!({
+        "token_ids": [], "request_id": request_id, "do_remote_prefill": false, "do_remote_decode": true,
+        "remote_block_ids": [[context.first_block]], "remote_block_size": [context.config.block_size],
+        "remote_engine_id": format!("0-{}", context.epoch), "remote_host": context.config.kv_host,
+        "remote_port": context.own_port, "remote_tp_size": context.config.kv_tp_size, "remote_pcp_size": 1,
+        "remote_dcp_size": 1, "remote_cached_tokens": 0,
+    });
+    Ok(Step::Metaserver {
+        host,
+        port,
+        path,
+        body: body.to_string(),
+    })
+}
+
+/// Host, port and path of `http://host:port/path`.
+fn address(url: &str) -> Option<(String, u16, String)> {
+    let rest = url.strip_prefix("http://")?;
+    let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
+    let (host, port) = authority.rsplit_once(':')?;
+    Some((host.to_owned(), port.parse().ok()?, format!("/{path}")))
 }
 
 /// Text and length of a prompt. Fake tokens: a start token and one per three bytes of text.

@@ -30,6 +30,19 @@ pub(super) enum Step {
     Wait(Duration),
     /// The prefill worker holds KV under this id from now on.
     Hold(String),
+    /// The decode worker waits until the prefill worker holds this, however long that takes, and fetches it.
+    Await {
+        host: String,
+        port: u16,
+        transfer_id: String,
+    },
+    /// The decode worker asks for its prompt's KV, and waits for it for ever if it does not come.
+    Metaserver {
+        host: String,
+        port: u16,
+        path: String,
+        body: String,
+    },
     /// The decode worker fetches from the prefill worker's `/fake/pull`.
     Pull {
         host: String,

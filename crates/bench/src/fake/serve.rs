@@ -21,6 +21,8 @@ use twinfer_config::{Dialect, FakeConfig, FaultKind};
 use twinfer_protocol::Epoch;
 
 const PULL_TIMEOUT: Duration = Duration::from_secs(5);
+/// Between two questions for KV that is not there yet.
+const ASK_AGAIN: Duration = Duration::from_millis(5);
 
 /// What all connections of a worker share.
 pub(super) struct State {
@@ -222,6 +224,29 @@ async fn play(state: &State, write: &mut OwnedWriteHalf, plan: Plan) -> io::Resu
                 // A handle that cannot be fetched is the business of tests with real workers.
                 let _ = tokio::time::timeout(PULL_TIMEOUT, pull).await;
             }
+            Step::Await {
+                host,
+                port,
+                transfer_id,
+            } => loop {
+                // What comes too early finds nothing: ask again, as the engine's connector does.
+                if let Ok(200) = pull(&host, port, &transfer_id).await {
+                    break;
+                }
+                tokio::time::sleep(ASK_AGAIN).await;
+            },
+            Step::Metaserver {
+                host,
+                port,
+                path,
+                body,
+            } => {
+                let told = post(&host, port, &path, &body).await;
+                if !matches!(told, Ok(200)) {
+                    // The engine does not read the status; no KV comes, and it waits.
+                    std::future::pending::<()>().await;
+                }
+            }
         }
     }
     if plan.end == End::Hang {
@@ -230,17 +255,26 @@ async fn play(state: &State, write: &mut OwnedWriteHalf, plan: Plan) -> io::Resu
     Ok(plan.end)
 }
 
-async fn pull(host: &str, port: u16, remote_request_id: &str) -> io::Result<()> {
-    let mut stream = TcpStream::connect((host, port)).await?;
+async fn pull(host: &str, port: u16, remote_request_id: &str) -> io::Result<u16> {
     let body = json!({"remote_request_id": remote_request_id}).to_string();
+    post(host, port, "/fake/pull", &body).await
+}
+
+/// The status of the answer to a POST.
+async fn post(host: &str, port: u16, path: &str, body: &str) -> io::Result<u16> {
+    let mut stream = TcpStream::connect((host, port)).await?;
     let request = format!(
-        "POST /fake/pull HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}",
+        "POST {path} HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: close\r\ncontent-type: application/json\r\n\
+         content-length: {}\r\n\r\n{body}",
         body.len()
     );
     stream.write_all(request.as_bytes()).await?;
     let mut answer = Vec::new();
     stream.take(1 << 16).read_to_end(&mut answer).await?;
-    Ok(())
+    let status = answer
+        .get(9..12)
+        .and_then(|s| std::str::from_utf8(s).ok()?.parse().ok());
+    status.ok_or_else(|| io::Error::other("no status"))
 }
 
 /// Number of an inference request (0 for others) and the answer.
@@ -254,6 +288,16 @@ fn route(state: &State, request: Request, connection: u64) -> (u64, Plan) {
             let plan = infer(state, nth, route.ends_with("/chat/completions"), &request);
             record(state, request, connection, nth);
             (nth, plan)
+        }
+        ("GET", "/query") if state.config.dialect == Dialect::Mooncake => {
+            let engine = format!("{}-{}", state.name, state.epoch);
+            (
+                0,
+                plain(
+                    200,
+                    &json!({"0": {"engine_id": engine, "worker_addr": {"0": {"0": "tcp://127.0.0.1:1"}}}}),
+                ),
+            )
         }
         ("GET", "/v1/models") => (0, plain(200, &answer::models(&state.config))),
         ("GET", "/health") => (0, readiness(state)),
