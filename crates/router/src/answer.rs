@@ -52,7 +52,7 @@ pub(crate) struct LegError {
 
 /// The one field of an error body that decides anything, whoever made it.
 #[derive(Deserialize)]
-struct ForeignError {
+pub(crate) struct ForeignError {
     error: ForeignDetail,
 }
 
@@ -271,11 +271,11 @@ impl LegError {
 }
 
 impl ForeignError {
-    fn kind(&self) -> Option<ErrorKind> {
+    pub(crate) fn kind(&self) -> Option<ErrorKind> {
         self.error.code.as_str().and_then(ErrorKind::from_code)
     }
 
-    fn message(&self) -> String {
+    pub(crate) fn message(&self) -> String {
         self.error
             .message
             .as_str()
@@ -293,7 +293,7 @@ pub(crate) fn is_error_event(data: &[u8]) -> bool {
     rest.is_some_and(|rest| rest.starts_with(b"\"error\""))
 }
 
-fn read_error(body: &[u8]) -> Option<ForeignError> {
+pub(crate) fn read_error(body: &[u8]) -> Option<ForeignError> {
     serde_json::from_slice(body).ok()
 }
 

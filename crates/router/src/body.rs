@@ -1,18 +1,26 @@
 //! Request bodies: the top level of the JSON object is cut into keys and values once; values that
 //! nobody edits reach the instances byte for byte.
 
+use crate::policy::Work;
 use bytes::{BufMut, Bytes, BytesMut};
 use serde::de::IgnoredAny;
 use std::borrow::Cow;
+use std::hash::{DefaultHasher, Hasher};
 use std::ops::Range;
 use twinfer_protocol::openai::cut_object;
-use twinfer_protocol::{ApiError, ErrorKind};
+use twinfer_protocol::{ApiError, ErrorKind, RESUME_FIELD};
 
 /// Deepest nesting. Instances written in Python give up at about a thousand.
 const MAX_DEPTH: usize = 256;
 
 /// `kv_transfer_params` of the prefill leg: the receiver keeps the KV; nothing is known of a remote.
 const PREFILL_PARAMS: &str = r#"{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}"#;
+/// Bytes of text that make a token, about.
+const TOKEN_BYTES: u64 = 4;
+/// Bytes of a prompt that one key stands for: some blocks of KV.
+const PREFIX_BLOCK: usize = 256;
+/// Blocks that are looked at.
+const MAX_PREFIX_BLOCKS: usize = 512;
 const KV_PARAMS: &str = "kv_transfer_params";
 
 /// A JSON object, its values still as they came.
@@ -97,27 +105,53 @@ impl JsonObject {
         ids.then(|| 1 + inner.bytes().filter(|&byte| byte == b',').count() as u64)
     }
 
-    /// The body for an instance that does all of the request: what clients may not send is gone.
-    pub(crate) fn plain(&self) -> Bytes {
-        if self.field(KV_PARAMS).is_none() {
-            return self.bytes.clone();
-        }
-        self.edited(
-            |key| {
-                if key == KV_PARAMS {
-                    Edit::Drop
-                } else {
-                    Edit::Keep
-                }
+    /// What it costs an instance; with the hashes of its prompt if some policy looks at them.
+    pub(crate) fn work(&self, with_prefix: bool) -> Work {
+        let text = self.get("messages").or_else(|| self.get("prompt"));
+        let text = text.unwrap_or_default();
+        let estimate = text.len() as u64 / TOKEN_BYTES;
+        Work {
+            prompt: self.prompt_ids().unwrap_or(estimate),
+            bytes: self.bytes.len() as u64,
+            prefix: match with_prefix {
+                true => prefix_keys(text.as_bytes()),
+                false => Vec::new(),
             },
-            &[],
-        )
+        }
     }
 
-    /// The body for the prefill leg: one token, no stream, KV kept.
-    pub(crate) fn for_prefill(&self) -> Bytes {
+    /// The body for an instance that does all of the request: what clients may not send is gone.
+    pub(crate) fn plain(&self) -> Bytes {
+        if self.field(KV_PARAMS).is_none() && self.field(RESUME_FIELD).is_none() {
+            return self.bytes.clone();
+        }
+        self.edited(without_ours, &[])
+    }
+
+    /// Its length in bytes.
+    pub(crate) fn len(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// The body for an instance that goes on with a stream alone.
+    pub(crate) fn plain_resumed(&self, resume: &str) -> Bytes {
+        self.edited(without_ours, &[(RESUME_FIELD, resume)])
+    }
+
+    /// The body for the prefill leg: one token, no stream, KV kept; of a stream that goes on, that of its output too.
+    pub(crate) fn for_prefill(&self, resume: Option<&str>) -> Bytes {
+        self.prefill_body(PREFILL_PARAMS, resume)
+    }
+
+    /// The same, with parameters that name the transfer.
+    pub(crate) fn for_prefill_with(&self, params: &str) -> Bytes {
+        self.prefill_body(params, None)
+    }
+
+    fn prefill_body(&self, params: &str, resume: Option<&str>) -> Bytes {
         let edit = |key: &str| match key {
-            "max_tokens" | "min_tokens" | "stream" | "stream_options" | KV_PARAMS => Edit::Drop,
+            "max_tokens" | "min_tokens" | "stream" | "stream_options" | KV_PARAMS
+            | RESUME_FIELD => Edit::Drop,
             // Scores of the prompt are decode's to give; here they would only make the answer long.
             "echo" | "prompt_logprobs" => Edit::Drop,
             "max_completion_tokens" | "n" | "best_of" => Edit::Set("1"),
@@ -125,29 +159,25 @@ impl JsonObject {
         };
         // A minimum of one keeps an end token from ending the answer: some connectors export KV only
         // of an answer that ended by its length.
-        self.edited(
-            edit,
-            &[
-                ("max_tokens", "1"),
-                ("min_tokens", "1"),
-                ("stream", "false"),
-                (KV_PARAMS, PREFILL_PARAMS),
-            ],
-        )
+        let added = [
+            ("max_tokens", "1"),
+            ("min_tokens", "1"),
+            ("stream", "false"),
+            (KV_PARAMS, params),
+            (RESUME_FIELD, resume.unwrap_or_default()),
+        ];
+        let used = added.len() - usize::from(resume.is_none());
+        self.edited(edit, &added[..used])
     }
 
     /// The body for the decode leg: as the client sent it, with prefill's parameters.
-    pub(crate) fn for_decode(&self, params: &str) -> Bytes {
-        self.edited(
-            |key| {
-                if key == KV_PARAMS {
-                    Edit::Drop
-                } else {
-                    Edit::Keep
-                }
-            },
-            &[(KV_PARAMS, params)],
-        )
+    pub(crate) fn for_decode(&self, params: &str, resume: Option<&str>) -> Bytes {
+        let added = [
+            (KV_PARAMS, params),
+            (RESUME_FIELD, resume.unwrap_or_default()),
+        ];
+        let used = added.len() - usize::from(resume.is_none());
+        self.edited(without_ours, &added[..used])
     }
 
     fn field(&self, key: &str) -> Option<&Field> {
@@ -182,6 +212,26 @@ impl JsonObject {
         }
         out.put_u8(b'}');
         out.freeze()
+    }
+}
+
+/// Keys of the full blocks of a prompt, each over all before it. A chat's further turn begins with the text of all turns
+/// before, so it begins with their keys.
+fn prefix_keys(text: &[u8]) -> Vec<u64> {
+    let mut hasher = DefaultHasher::new();
+    let blocks = text.chunks_exact(PREFIX_BLOCK).take(MAX_PREFIX_BLOCKS);
+    let key = |block: &[u8]| {
+        hasher.write(block);
+        hasher.finish()
+    };
+    blocks.map(key).collect()
+}
+
+/// Drops what only the router may say to an instance.
+fn without_ours<'a>(key: &str) -> Edit<'a> {
+    match key {
+        KV_PARAMS | RESUME_FIELD => Edit::Drop,
+        _ => Edit::Keep,
     }
 }
 
@@ -269,7 +319,7 @@ mod tests {
             r#"{"model":"m","prompt":"p","max_tokens":500,"min_tokens":100,"max_completion_tokens":500,"n":3,"stream":true,"stream_options":{"include_usage":true},"kv_transfer_params":{"remote_host":"evil"},"x_y":1e400}"#,
         );
         assert_eq!(
-            body.for_prefill(),
+            body.for_prefill(None),
             concat!(
                 r#"{"model":"m","prompt":"p","max_completion_tokens":1,"n":1,"x_y":1e400,"max_tokens":1,"min_tokens":1,"stream":false,"#,
                 r#""kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}}"#
@@ -315,7 +365,7 @@ mod tests {
                 fields.iter().map(|(k, v)| format!("{} : {v}", Value::from(k.as_str()))).collect();
             parts.extend(sent.map(|v| format!("\"kv_transfer_params\": {v}")));
             let body = object(&format!("{{{}}}", parts.join(" , ")));
-            for copy in [body.plain(), body.for_decode("{\"h\":1}"), body.for_prefill()] {
+            for copy in [body.plain(), body.for_decode("{\"h\":1}", None), body.for_prefill(None)] {
                 let copy = object(std::str::from_utf8(&copy).expect("UTF-8"));
                 for (key, value) in &fields {
                     prop_assert_eq!(copy.get(key), Some(value.as_str()));
@@ -335,7 +385,7 @@ mod tests {
     #[test]
     fn decode_gets_the_handle_verbatim() {
         let handle = r#"{"remote_block_ids": [[17]],"x":1.0}"#;
-        let out = object(r#"{"prompt":"p","kv_transfer_params":{"a":1}}"#).for_decode(handle);
+        let out = object(r#"{"prompt":"p","kv_transfer_params":{"a":1}}"#).for_decode(handle, None);
         assert_eq!(
             out,
             format!("{{\"prompt\":\"p\",\"kv_transfer_params\":{handle}}}")

@@ -18,23 +18,31 @@ pub(crate) struct RequestId {
     /// A fresh UUID: both legs get it, so that ids of clients link nothing.
     pub(crate) own: HeaderValue,
     client: Option<HeaderValue>,
+    random: u64,
 }
 
 impl RequestId {
     pub(crate) fn new(client: &HeaderMap) -> Self {
         let mut buffer = uuid::Uuid::encode_buffer();
-        let text = uuid::Uuid::new_v4().hyphenated().encode_lower(&mut buffer);
+        let uuid = uuid::Uuid::new_v4();
+        let text = uuid.hyphenated().encode_lower(&mut buffer);
         // A UUID is a valid header value.
         let own = HeaderValue::from_str(text).unwrap_or_else(|_| HeaderValue::from_static("none"));
         Self {
             own,
             client: client.get(REQUEST_ID_HEADER).and_then(clean),
+            random: uuid.as_u64_pair().0.rotate_left(32) ^ uuid.as_u64_pair().1,
         }
     }
 
     /// The router's id, for logs.
     pub(crate) fn as_str(&self) -> &str {
         self.own.to_str().unwrap_or_default()
+    }
+
+    /// A random number that goes with it.
+    pub(crate) fn random(&self) -> u64 {
+        self.random
     }
 
     /// What the client called it, cut and cleaned, for logs.

@@ -2,12 +2,16 @@
 
 use crate::RouterError;
 use std::collections::HashMap;
+use std::io::Read as _;
 use std::path::Path;
 use std::time::Duration;
 use twinfer_config::ranges::MAX_BODY_BYTES;
 use twinfer_config::{MOST_SECONDS, RouterConfig};
 use twinfer_http::{Endpoint, HostPort};
 use twinfer_protocol::Role;
+
+/// Most bytes of the instances file.
+const MAX_FILE: u64 = 4 << 20;
 
 /// An instance as it was configured.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -71,7 +75,19 @@ impl InstanceSpec {
         if let Some(path) = &config.instances_file {
             all.file(path);
         }
-        all.finish()
+        // Others may come later.
+        let closed = config.admin_port.is_none() && config.instances_file.is_none();
+        all.finish(closed)
+    }
+
+    /// The instances of a file.
+    ///
+    /// # Errors
+    /// [`RouterError::Config`] names every bad line, or says why it cannot be read.
+    pub(crate) fn read_file(path: &Path) -> Result<Vec<Self>, RouterError> {
+        let mut all = Collector::default();
+        all.file(path);
+        all.finish(false)
     }
 }
 
@@ -99,6 +115,12 @@ impl Times {
         };
         if config.max_attempts == 0 {
             problems.push("--max-attempts is 0; allowed are 1 and more".to_owned());
+        }
+        if !(0.0..=MOST_SECONDS).contains(&config.queue_timeout) {
+            problems.push(format!(
+                "--queue-timeout is {}; allowed are 0 to {MOST_SECONDS} seconds",
+                config.queue_timeout
+            ));
         }
         if config.max_inflight == 0 {
             problems.push("--max-inflight is 0; allowed are 1 and more".to_owned());
@@ -157,7 +179,7 @@ impl Collector {
     }
 
     fn file(&mut self, path: &Path) {
-        let text = match std::fs::read_to_string(path) {
+        let text = match read_bounded(path) {
             Ok(text) => text,
             Err(error) => {
                 self.problems
@@ -179,12 +201,13 @@ impl Collector {
         }
     }
 
-    fn finish(mut self) -> Result<Vec<InstanceSpec>, RouterError> {
-        if self.problems.is_empty() {
+    /// `closed`: no instance can come later.
+    fn finish(mut self, closed: bool) -> Result<Vec<InstanceSpec>, RouterError> {
+        if self.problems.is_empty() && closed {
             let has = |role| self.specs.iter().any(|spec| spec.role == role);
             match (has(Role::Prefill), has(Role::Decode), has(Role::Both)) {
                 (false, false, false) => self.problems.push(
-                    "no instance is given; use --prefill and --decode, --worker, or --instances-file".to_owned(),
+                    "no instance is given; use --prefill and --decode, --worker, --instances-file or --admin-port".to_owned(),
                 ),
                 (true, false, _) => {
                     self.problems.push("--prefill is given without --decode; a pair needs both".to_owned());
@@ -201,6 +224,18 @@ impl Collector {
             Err(RouterError::Config(self.problems))
         }
     }
+}
+
+/// A text file of a sane size.
+fn read_bounded(path: &Path) -> std::io::Result<String> {
+    let mut text = String::new();
+    let file = std::fs::File::open(path)?;
+    if file.take(MAX_FILE + 1).read_to_string(&mut text)? as u64 > MAX_FILE {
+        return Err(std::io::Error::other(format!(
+            "it has more than {MAX_FILE} bytes"
+        )));
+    }
+    Ok(text)
 }
 
 #[cfg(test)]

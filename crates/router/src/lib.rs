@@ -5,9 +5,13 @@
 //! `policy` (which instances) → `flow` (what next) → `upstream` (the legs) → `relay` (the answer).
 #![forbid(unsafe_code)]
 
+mod access;
+mod admin;
 mod answer;
 mod body;
+mod clients;
 mod flow;
+mod gate;
 mod headers;
 mod instances;
 mod metrics;
@@ -18,6 +22,7 @@ mod release;
 mod run;
 mod server;
 mod upstream;
+mod watch;
 
 pub use instances::InstanceSpec;
 pub use run::{RouterError, run, serve, upstream_connections};

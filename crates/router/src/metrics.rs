@@ -68,6 +68,8 @@ struct OutcomeLabels {
 pub(crate) struct RouterMetrics {
     metrics: Metrics,
     pub(crate) requests_in_flight: Gauge,
+    /// Set when the metrics are read.
+    pub(crate) requests_waiting: Gauge,
     in_flight: Family<InstanceLabels, Gauge>,
     up: Family<InstanceLabels, Gauge>,
     requests: Family<RequestLabels, Counter>,
@@ -75,6 +77,7 @@ pub(crate) struct RouterMetrics {
     decisions: Family<DecisionLabels, Counter>,
     retries: Family<LegLabels, Counter>,
     releases: Family<OutcomeLabels, Counter>,
+    resumes: Family<OutcomeLabels, Counter>,
     first_byte: Family<LegLabels, Histogram>,
 }
 
@@ -107,6 +110,8 @@ impl RouterMetrics {
         Self {
             requests_in_flight: metrics
                 .gauge("twinfer_router_requests_in_flight", "Requests whose answer has not ended"),
+            requests_waiting: metrics
+                .gauge("twinfer_router_requests_waiting", "Requests that wait for one in flight to end"),
             in_flight: metrics
                 .gauges("twinfer_router_in_flight", "Requests in flight at an instance, by its role"),
             up: metrics.gauges("twinfer_router_instance_up", "1 while an instance is used"),
@@ -122,6 +127,10 @@ impl RouterMetrics {
             releases: metrics.counters(
                 "twinfer_router_kv_releases_total",
                 "Handles given back because decode did not fetch, by outcome",
+            ),
+            resumes: metrics.counters(
+                "twinfer_router_resumes_total",
+                "Streams that broke off and went on at another instance, by outcome; no_room: streams that could not",
             ),
             first_byte: metrics.histograms(
                 "twinfer_router_time_to_first_byte_seconds",
@@ -147,6 +156,16 @@ impl RouterMetrics {
             self.in_flight.get_or_create_owned(&labels),
             self.up.get_or_create_owned(&labels),
         )
+    }
+
+    /// Its series end.
+    pub(crate) fn forget_instance(&self, spec: &InstanceSpec) {
+        let labels = InstanceLabels {
+            instance: spec.endpoint.host_port().to_string(),
+            role: spec.role.as_str(),
+        };
+        self.in_flight.remove(&labels);
+        self.up.remove(&labels);
     }
 
     pub(crate) fn answered(&self, route: &'static str, status: u16) {
@@ -182,6 +201,18 @@ impl RouterMetrics {
         self.releases
             .get_or_create(&OutcomeLabels { outcome })
             .inc();
+    }
+
+    /// 1 while the instances file makes sense.
+    pub(crate) fn file_good(&self) -> Gauge {
+        self.metrics.gauge(
+            "twinfer_router_instances_file_good",
+            "1 while the instances file can be read and makes sense; else what it said before holds",
+        )
+    }
+
+    pub(crate) fn resumed(&self, outcome: &'static str) {
+        self.resumes.get_or_create(&OutcomeLabels { outcome }).inc();
     }
 
     pub(crate) fn first_byte(&self, leg: Leg, seconds: f64) {

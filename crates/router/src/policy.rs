@@ -1,11 +1,18 @@
-//! Which instances serve a request. Pure: loads and turns are the only memory, no clock.
+//! Which instances serve a request. Pure: loads, turns and prefixes seen are the only memory; random numbers are
+//! arguments, there is no clock.
 //!
 //! Prefill and decode are picked as one pair. Ties go to the pair picked longest ago, so that an idle
 //! pool is used evenly and every pair occurs.
 
+mod prefixes;
+mod work;
+
 use crate::registry::{InstanceId, Pools};
+use prefixes::Prefixes;
 use std::collections::HashMap;
 use twinfer_config::Policy;
+pub(crate) use work::Work;
+use work::{Load, Side};
 
 /// A prefill and a decode instance.
 pub(crate) type Pair = (InstanceId, InstanceId);
@@ -21,55 +28,74 @@ pub(crate) struct Tried {
     pub(crate) pairs: Vec<Pair>,
 }
 
+/// How each side of a pair is picked; whole requests are picked as decode's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Policies {
+    pub(crate) prefill: Policy,
+    pub(crate) decode: Policy,
+}
+
+/// A request as the picker sees it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wanted<'a> {
+    pub(crate) tried: &'a Tried,
+    pub(crate) work: &'a Work,
+    /// Any number.
+    pub(crate) random: u64,
+}
+
 /// Of more instances with equal load, this many take part in the choice of a pair.
 const MAX_TIED: usize = 8;
+/// The instance that has a prefix is passed over when its load is above twice the least and this many requests more.
+const SPILL: u64 = 2 * work::REQUEST;
 
 /// Loads and turns of all instances.
 #[derive(Debug)]
 pub(crate) struct Picker {
-    policy: Policy,
+    policies: Policies,
     turn: u64,
-    load: Vec<u32>,
-    last: Vec<u64>,
+    load: HashMap<InstanceId, Load>,
     last_pair: HashMap<Pair, u64>,
-}
-
-impl Tried {
-    fn is_empty(&self) -> bool {
-        self.prefill.is_empty() && self.decode.is_empty() && self.pairs.is_empty()
-    }
+    prefixes: Prefixes,
 }
 
 impl Picker {
-    pub(crate) fn new(policy: Policy, instances: usize) -> Self {
+    pub(crate) fn new(policies: Policies) -> Self {
         Self {
-            policy,
+            policies,
             turn: 0,
-            load: vec![0; instances],
-            last: vec![0; instances],
+            load: HashMap::new(),
             last_pair: HashMap::new(),
+            prefixes: Prefixes::default(),
         }
     }
 
     /// Picks a pair and counts both in: least load together; ties go to the pair, then to the
     /// instances, picked longest ago.
-    pub(crate) fn pair(&mut self, pools: &Pools, tried: &Tried) -> Option<Pair> {
+    pub(crate) fn pair(&mut self, pools: &Pools, wanted: Wanted<'_>) -> Option<Pair> {
+        let tried = wanted.tried;
         let mut best: Option<((u64, u64, u64), Pair)> = None;
         for group in &pools.groups {
-            let (prefill, decode) = if tried.is_empty() {
-                (self.least(&group.prefill), self.least(&group.decode))
-            } else {
-                (group.prefill.clone(), group.decode.clone())
+            let open = |ids: &[InstanceId], not: &[InstanceId]| -> Vec<InstanceId> {
+                let ids = ids.iter().copied();
+                ids.filter(|id| !not.contains(id)).collect()
             };
-            for &p in prefill.iter().filter(|p| !tried.prefill.contains(p)) {
-                for &d in decode.iter().filter(|d| !tried.decode.contains(d)) {
+            let mut prefill = open(&group.prefill, &tried.prefill);
+            let mut decode = open(&group.decode, &tried.decode);
+            // Where single pairs are closed, the choice of one side must not take all of the other away.
+            if tried.pairs.is_empty() {
+                self.narrow(Side::Prefill, &mut prefill, wanted);
+                self.narrow(Side::Decode, &mut decode, wanted);
+            }
+            for &p in &prefill {
+                for &d in &decode {
                     let pair = (p, d);
                     if tried.pairs.contains(&pair) {
                         continue;
                     }
                     let last = self.last_pair.get(&pair).copied().unwrap_or(0);
                     let key = (
-                        self.load(p) + self.load(d),
+                        self.cost(Side::Prefill, p) + self.cost(Side::Decode, d),
                         last,
                         self.last(p) + self.last(d),
                     );
@@ -82,8 +108,8 @@ impl Picker {
         let (_, (p, d)) = best?;
         self.turn += 1;
         self.last_pair.insert((p, d), self.turn);
-        self.take(p);
-        self.take(d);
+        self.take(Side::Prefill, p, wanted.work);
+        self.take(Side::Decode, d, wanted.work);
         Some((p, d))
     }
 
@@ -92,229 +118,166 @@ impl Picker {
         &mut self,
         pools: &Pools,
         prefill: InstanceId,
-        tried: &Tried,
+        wanted: Wanted<'_>,
     ) -> Option<InstanceId> {
+        let tried = wanted.tried;
         let group = pools
             .groups
             .iter()
             .find(|group| group.prefill.contains(&prefill))?;
-        let decode = group
-            .decode
-            .iter()
-            .copied()
-            .filter(|d| !tried.decode.contains(d) && !tried.pairs.contains(&(prefill, *d)))
-            .min_by_key(|&d| {
-                let last_pair = self.last_pair.get(&(prefill, d)).copied().unwrap_or(0);
-                (self.load(d), last_pair, self.last(d))
-            })?;
+        let mut decode: Vec<InstanceId> = group.decode.clone();
+        decode.retain(|d| !tried.decode.contains(d) && !tried.pairs.contains(&(prefill, *d)));
+        self.narrow(Side::Decode, &mut decode, wanted);
+        let decode = decode.into_iter().min_by_key(|&d| {
+            let last_pair = self.last_pair.get(&(prefill, d)).copied().unwrap_or(0);
+            (self.cost(Side::Decode, d), last_pair, self.last(d))
+        })?;
         self.turn += 1;
         self.last_pair.insert((prefill, decode), self.turn);
-        self.take(decode);
+        self.take(Side::Decode, decode, wanted.work);
         Some(decode)
     }
 
     /// Picks one instance of a list, and counts it in.
-    pub(crate) fn one(&mut self, from: &[InstanceId], not: &[InstanceId]) -> Option<InstanceId> {
-        let id = from
-            .iter()
-            .copied()
-            .filter(|id| !not.contains(id))
-            .min_by_key(|&id| (self.load(id), self.last(id)))?;
+    pub(crate) fn one(&mut self, from: &[InstanceId], wanted: Wanted<'_>) -> Option<InstanceId> {
+        let not = &wanted.tried.decode;
+        let mut open: Vec<InstanceId> = from.to_vec();
+        open.retain(|id| !not.contains(id));
+        self.narrow(Side::Whole, &mut open, wanted);
+        let id = open
+            .into_iter()
+            .min_by_key(|&id| (self.cost(Side::Whole, id), self.last(id)))?;
         self.turn += 1;
-        self.take(id);
+        self.take(Side::Whole, id, wanted.work);
         Some(id)
     }
 
-    /// Counts an instance out.
-    pub(crate) fn give_back(&mut self, id: InstanceId) {
-        if let Some(load) = self.load.get_mut(id.index()) {
-            *load = load.saturating_sub(1);
+    /// Picks a prefill instance of a list, and counts it in.
+    pub(crate) fn prefill(
+        &mut self,
+        from: &[InstanceId],
+        wanted: Wanted<'_>,
+    ) -> Option<InstanceId> {
+        let mut open: Vec<InstanceId> = from.to_vec();
+        self.narrow(Side::Prefill, &mut open, wanted);
+        let id = open
+            .into_iter()
+            .min_by_key(|&id| (self.cost(Side::Prefill, id), self.last(id)))?;
+        self.turn += 1;
+        self.take(Side::Prefill, id, wanted.work);
+        Some(id)
+    }
+
+    /// The prompt is computed: only its KV is still there.
+    pub(crate) fn prefilled(&mut self, id: InstanceId, work: &Work) {
+        if let Some(load) = self.load.get_mut(&id) {
+            load.prefilled(work);
         }
+    }
+
+    /// Counts an instance out.
+    pub(crate) fn give_back(&mut self, side: Side, id: InstanceId, work: &Work, prefilled: bool) {
+        if let Some(load) = self.load.get_mut(&id) {
+            load.give_back(side, work, prefilled);
+        }
+    }
+
+    /// The instance is gone for good.
+    pub(crate) fn forget(&mut self, id: InstanceId) {
+        self.load.remove(&id);
+        self.last_pair
+            .retain(|pair, _| pair.0 != id && pair.1 != id);
+        self.prefixes.forget(id);
     }
 
     /// Requests in flight at an instance.
     pub(crate) fn in_flight(&self, id: InstanceId) -> u32 {
-        self.load.get(id.index()).copied().unwrap_or(0)
+        self.load.get(&id).map_or(0, |load| load.requests)
     }
 
-    /// Those of the least load; of many, those picked longest ago.
-    fn least(&self, from: &[InstanceId]) -> Vec<InstanceId> {
-        let Some(least) = from.iter().map(|&id| self.load(id)).min() else {
-            return Vec::new();
-        };
-        let mut tied: Vec<InstanceId> = from
-            .iter()
-            .copied()
-            .filter(|&id| self.load(id) == least)
-            .collect();
-        if tied.len() > MAX_TIED {
-            tied.select_nth_unstable_by_key(MAX_TIED - 1, |&id| self.last(id));
-            tied.truncate(MAX_TIED);
-        }
-        tied
+    /// Does a request's text matter?
+    pub(crate) fn wants_prefixes(&self) -> bool {
+        let Policies { prefill, decode } = self.policies;
+        [prefill, decode].contains(&Policy::PrefixAffinity)
     }
 
-    fn take(&mut self, id: InstanceId) {
-        if let Some(load) = self.load.get_mut(id.index()) {
-            *load += 1;
+    /// Leaves those that the policy of a side lets take part.
+    fn narrow(&self, side: Side, ids: &mut Vec<InstanceId>, wanted: Wanted<'_>) {
+        match self.policy(side) {
+            Policy::PowerOfTwo => two_of(ids, wanted.random.rotate_left(side as u32 * 20)),
+            Policy::PrefixAffinity => {
+                let least = ids.iter().map(|&id| self.cost(side, id)).min();
+                let most = least.map_or(0, |least| 2 * least + SPILL);
+                let fits = |id: InstanceId| ids.contains(&id) && self.cost(side, id) <= most;
+                if let Some(owner) = self.prefixes.owner(side, &wanted.work.prefix, fits) {
+                    *ids = vec![owner];
+                }
+            }
+            Policy::LeastLoad | Policy::RoundRobin | Policy::PublicProxy => {}
         }
-        if let Some(last) = self.last.get_mut(id.index()) {
-            *last = self.turn;
+        if ids.len() > 1 && self.policy(side) != Policy::RoundRobin {
+            self.least(side, ids);
+        }
+        if ids.len() > MAX_TIED && wanted.tried == &Tried::default() {
+            ids.select_nth_unstable_by_key(MAX_TIED - 1, |&id| self.last(id));
+            ids.truncate(MAX_TIED);
         }
     }
 
-    fn load(&self, id: InstanceId) -> u64 {
-        match self.policy {
-            Policy::LeastLoad => u64::from(self.in_flight(id)),
+    /// Leaves those of the least load.
+    fn least(&self, side: Side, ids: &mut Vec<InstanceId>) {
+        let least = ids.iter().map(|&id| self.cost(side, id)).min();
+        ids.retain(|&id| Some(self.cost(side, id)) == least);
+    }
+
+    fn take(&mut self, side: Side, id: InstanceId, work: &Work) {
+        let load = self.load.entry(id).or_default();
+        load.take(side, work);
+        load.last = self.turn;
+        if self.policy(side) == Policy::PrefixAffinity {
+            self.prefixes.learn(side, &work.prefix, id);
+        }
+    }
+
+    fn policy(&self, side: Side) -> Policy {
+        match side {
+            Side::Prefill => self.policies.prefill,
+            Side::Decode | Side::Whole => self.policies.decode,
+        }
+    }
+
+    fn cost(&self, side: Side, id: InstanceId) -> u64 {
+        let load = self.load.get(&id);
+        match self.policy(side) {
             Policy::RoundRobin => 0,
+            Policy::PublicProxy => load.map_or(0, |load| load.proxy_score(side)),
+            _ => load.map_or(0, |load| load.cost(side)),
         }
     }
 
     fn last(&self, id: InstanceId) -> u64 {
-        self.last.get(id.index()).copied().unwrap_or(0)
+        self.load.get(&id).map_or(0, |load| load.last)
     }
 }
+
+/// Leaves two of a list, by chance.
+fn two_of(ids: &mut Vec<InstanceId>, random: u64) {
+    let n = ids.len() as u64;
+    if n <= 2 {
+        return;
+    }
+    let first = random % n;
+    let second = (first + 1 + (random >> 32) % (n - 1)) % n;
+    let at = |index: u64| {
+        usize::try_from(index)
+            .ok()
+            .and_then(|index| ids.get(index).copied())
+    };
+    *ids = [first, second].into_iter().filter_map(at).collect();
+}
+
+pub(crate) use work::Side as PickSide;
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::registry::Group;
-    use proptest::prelude::*;
-    use std::collections::{BTreeMap, BTreeSet};
-
-    fn ids(range: std::ops::Range<u32>) -> Vec<InstanceId> {
-        range.map(InstanceId).collect()
-    }
-
-    fn pools(prefill: std::ops::Range<u32>, decode: std::ops::Range<u32>) -> Pools {
-        Pools {
-            groups: vec![Group {
-                prefill: ids(prefill),
-                decode: ids(decode),
-            }],
-            ..Pools::default()
-        }
-    }
-
-    /// C3.13: 2P2D, one and two requests at a time.
-    #[test]
-    fn c3_13_all_pairs_occur_and_every_instance_gets_its_share() {
-        let pools = pools(0..2, 2..4);
-        for policy in [Policy::LeastLoad, Policy::RoundRobin] {
-            for concurrency in [1, 2] {
-                let mut picker = Picker::new(policy, 4);
-                let mut share: BTreeMap<InstanceId, u32> = BTreeMap::new();
-                let mut seen = BTreeSet::new();
-                let mut running = std::collections::VecDeque::new();
-                for _ in 0..100 {
-                    let (p, d) = picker.pair(&pools, &Tried::default()).expect("a pair");
-                    *share.entry(p).or_default() += 1;
-                    *share.entry(d).or_default() += 1;
-                    seen.insert((p, d));
-                    // The prefill leg ends long before the decode leg.
-                    picker.give_back(p);
-                    running.push_back(d);
-                    if running.len() == concurrency {
-                        picker.give_back(running.pop_front().expect("one"));
-                    }
-                }
-                assert_eq!(seen.len(), 4, "{policy:?} {concurrency}: {seen:?}");
-                assert!(
-                    share.values().all(|&n| n >= 40),
-                    "{policy:?} {concurrency}: {share:?}"
-                );
-            }
-        }
-    }
-
-    #[test]
-    fn two_models_do_not_disturb_each_others_rotation() {
-        let (a, b) = (pools(0..2, 2..4), pools(4..6, 6..8));
-        let mut picker = Picker::new(Policy::RoundRobin, 8);
-        let mut seen = BTreeSet::new();
-        for _ in 0..4 {
-            seen.insert(picker.pair(&a, &Tried::default()).expect("a pair"));
-            picker.pair(&b, &Tried::default());
-            picker.pair(&b, &Tried::default());
-        }
-        assert_eq!(seen.len(), 4);
-    }
-
-    #[test]
-    fn incompatible_instances_are_never_paired() {
-        let pools = Pools {
-            groups: vec![
-                Group {
-                    prefill: ids(0..1),
-                    decode: ids(2..3),
-                },
-                Group {
-                    prefill: ids(1..2),
-                    decode: ids(3..4),
-                },
-            ],
-            ..Pools::default()
-        };
-        let mut picker = Picker::new(Policy::LeastLoad, 4);
-        for _ in 0..20 {
-            let (p, d) = picker.pair(&pools, &Tried::default()).expect("a pair");
-            assert_eq!(d.0, p.0 + 2);
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn load_decides_and_nothing_tried_comes_back(
-            policy in prop_oneof![Just(Policy::LeastLoad), Just(Policy::RoundRobin)],
-            steps in proptest::collection::vec((0u8..4, 0usize..64), 1..200),
-            tried_p in proptest::collection::vec(0u32..4, 0..3),
-            tried_d in proptest::collection::vec(4u32..8, 0..3),
-            tried_pairs in proptest::collection::vec((0u32..4, 4u32..8), 0..4),
-        ) {
-            let pools = pools(0..4, 4..8);
-            let tried = Tried {
-                prefill: tried_p.into_iter().map(InstanceId).collect(),
-                decode: tried_d.into_iter().map(InstanceId).collect(),
-                pairs: tried_pairs.into_iter().map(|(p, d)| (InstanceId(p), InstanceId(d))).collect(),
-            };
-            let mut picker = Picker::new(policy, 8);
-            let mut running: Vec<InstanceId> = Vec::new();
-            let mut count = [0u32; 8];
-            for (what, at) in steps {
-                if what == 3 && !running.is_empty() {
-                    let id = running.swap_remove(at % running.len());
-                    picker.give_back(id);
-                    count[id.index()] -= 1;
-                    continue;
-                }
-                let open = |p: u32, d: u32| {
-                    let (p, d) = (InstanceId(p), InstanceId(d));
-                    !tried.prefill.contains(&p) && !tried.decode.contains(&d) && !tried.pairs.contains(&(p, d))
-                };
-                let possible = (0..4).any(|p| (4..8).any(|d| open(p, d)));
-                match picker.pair(&pools, &tried) {
-                    None => prop_assert!(!possible),
-                    Some((p, d)) => {
-                        prop_assert!(open(p.0, d.0));
-                        if policy == Policy::LeastLoad {
-                            let sums = (0..4).flat_map(|p| (4..8).map(move |d| (p, d)));
-                            let sums = sums.filter(|&(p, d)| open(p, d));
-                            let least = sums.map(|(p, d)| count[p as usize] + count[d as usize]).min();
-                            prop_assert_eq!(Some(count[p.index()] + count[d.index()]), least);
-                        }
-                        for id in [p, d] {
-                            running.push(id);
-                            count[id.index()] += 1;
-                        }
-                    }
-                }
-            }
-            for id in running {
-                picker.give_back(id);
-            }
-            for id in 0..8 {
-                prop_assert_eq!(picker.in_flight(InstanceId(id)), 0);
-            }
-        }
-    }
-}
+#[path = "policy_tests.rs"]
+mod tests;

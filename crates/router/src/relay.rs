@@ -1,12 +1,16 @@
 //! Decode's answer on its way to the client: the bytes as they came, whole events of a stream.
 //!
+//! A stream whose instance dies goes on at another one, if what was given is known: the instance tells the tokens of
+//! each event in a line before it, which ends here.
+//!
 //! The client's connection polls this body, and it polls the instance's: no task, no channel between
 //! them. When the client leaves, hyper drops the body and with it the instance's connection.
 
-use crate::answer::{Side, is_error_event};
-use crate::flow::Exchange;
+use crate::answer::{ForeignError, Side, is_error_event, read_error};
+use crate::flow::{Begun, Exchange};
+use crate::registry::LOOK;
 use crate::upstream::UpstreamBody;
-use bytes::{Bytes, BytesMut};
+use bytes::{Buf, Bytes, BytesMut};
 use http_body::{Body, Frame, SizeHint};
 use std::future::Future;
 use std::io;
@@ -15,7 +19,7 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::time::{Instant, Sleep, sleep};
 use twinfer_http::sse::{DONE, SseEvent, SseParser, error_events};
-use twinfer_protocol::{ApiError, ErrorKind};
+use twinfer_protocol::{ApiError, ErrorKind, Fault, IdsLine};
 
 /// After `[DONE]` the instance has this long to end its answer properly, so that its connection can
 /// be used again.
@@ -47,8 +51,14 @@ pub(crate) struct Relay {
     /// Since when the instance is waited for; none while it is ahead of the client.
     waiting: Option<Instant>,
     alarm: Pin<Box<Sleep>>,
-    exchange: Exchange,
+    /// None while another instance is looked for.
+    exchange: Option<Exchange>,
+    resuming: Option<Resuming>,
+    /// For the client if no other instance goes on.
+    error: Option<ApiError>,
 }
+
+type Resuming = Pin<Box<dyn Future<Output = (Exchange, Option<Box<Begun>>)> + Send>>;
 
 /// Pieces that are there at the same time leave as one; a single one is not copied.
 #[derive(Default)]
@@ -86,14 +96,37 @@ impl Relay {
             state: State::Running,
             idle,
             waiting: None,
-            alarm: Box::pin(sleep(idle)),
-            exchange,
+            alarm: Box::pin(sleep(idle.min(LOOK))),
+            exchange: Some(exchange),
+            resuming: None,
+            error: None,
         };
         if let Some(event) = first {
-            relay.look_at(&event);
-            relay.next = Some(event.into_raw());
+            relay.next = relay.passed(event);
         }
         relay
+    }
+
+    /// What the client gets of an event; none where the stream goes on elsewhere instead.
+    fn passed(&mut self, event: SseEvent) -> Option<Bytes> {
+        if !self.look_at(&event) {
+            return None;
+        }
+        let Some(kept) = self.exchange.as_mut().and_then(Exchange::resumable) else {
+            return Some(event.into_raw());
+        };
+        if !kept.is_whole()
+            && let Some(data) = event.data()
+        {
+            let told = IdsLine::cut(event.raw()).is_some();
+            kept.note_head(&data, told);
+        }
+        let mut raw = event.into_raw();
+        while let Some((line, length)) = IdsLine::cut(&raw) {
+            kept.note(line);
+            raw.advance(length);
+        }
+        Some(raw)
     }
 
     fn take(&mut self, data: Bytes) {
@@ -112,10 +145,7 @@ impl Relay {
             return None;
         }
         match self.events.as_mut()?.next_event() {
-            Ok(Some(event)) => {
-                self.look_at(&event);
-                Some(event.into_raw())
-            }
+            Ok(Some(event)) => self.passed(event),
             Ok(None) => None,
             Err(error) => {
                 self.break_off(&error.to_string());
@@ -124,15 +154,33 @@ impl Relay {
         }
     }
 
-    fn look_at(&mut self, event: &SseEvent) {
-        let Some(data) = event.data() else { return };
+    /// False if the event is not for the client.
+    fn look_at(&mut self, event: &SseEvent) -> bool {
+        let Some(data) = event.data() else {
+            return true;
+        };
         if *data == *b"[DONE]" {
             self.state = State::Done;
             self.alarm.as_mut().reset(Instant::now() + LINGER);
         } else if self.state == State::Running && is_error_event(&data) {
+            let foreign = read_error(&data);
+            let kind = foreign.as_ref().and_then(ForeignError::kind);
+            let clients = kind.is_some_and(|kind| kind.fault() == Fault::Client);
+            if !clients && self.can_resume() {
+                let message = foreign.map(|error| error.message()).unwrap_or_default();
+                self.break_off(&message);
+                return false;
+            }
             self.state = State::ErrorSeen;
-            self.exchange.note_error(ErrorKind::DecodeFailed);
+            if let Some(exchange) = &self.exchange {
+                exchange.note_error(ErrorKind::DecodeFailed);
+            }
         }
+        true
+    }
+
+    fn can_resume(&self) -> bool {
+        self.events.is_some() && self.exchange.as_ref().is_some_and(Exchange::can_resume)
     }
 
     /// The instance ended its answer.
@@ -163,22 +211,66 @@ impl Relay {
         if self.state == State::Done {
             return self.finish();
         }
+        let name = self.exchange.as_ref().map(Exchange::decode_name);
         let message = format!(
             "{} instance {} broke off: {why}",
             Side::Decode.as_str(),
-            self.exchange.decode_name()
+            name.unwrap_or_default()
         );
         let error = ApiError::new(ErrorKind::DecodeFailed, message);
-        self.exchange.broke(&error);
+        if self.can_resume()
+            && let Some(exchange) = self.exchange.take()
+        {
+            self.error = Some(error.clone());
+            self.resuming = Some(Box::pin(exchange.resume(error)));
+            return;
+        }
+        if let Some(exchange) = &mut self.exchange {
+            exchange.broke(&error);
+        }
         if self.events.is_some() {
             self.next = Some(error_events(&error));
         }
         self.state = State::Ended;
     }
 
+    /// Looks whether another instance goes on.
+    fn poll_resuming(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let Some(resuming) = &mut self.resuming else {
+            return Poll::Ready(());
+        };
+        let (exchange, begun) = ready!(resuming.as_mut().poll(cx));
+        self.resuming = None;
+        self.exchange = Some(exchange);
+        let error = self.error.take();
+        match begun.map(|begun| (begun.start, begun.rest)) {
+            Some((Start::Events(event, parser), rest)) => {
+                self.source = Some(rest);
+                self.events = Some(parser);
+                self.waiting = None;
+                self.next = self.passed(event);
+            }
+            _ => {
+                if let (Some(error), Some(exchange)) = (&error, &self.exchange) {
+                    exchange.note_error(error.kind);
+                }
+                self.next = error.as_ref().map(error_events);
+                self.state = State::Ended;
+            }
+        }
+        Poll::Ready(())
+    }
+
     fn finish(&mut self) {
         self.state = State::Ended;
-        self.exchange.finished();
+        if let Some(exchange) = &mut self.exchange {
+            exchange.finished();
+        }
+    }
+
+    fn is_cut(&self) -> bool {
+        let broken = self.exchange.as_ref().is_some_and(Exchange::is_broken);
+        self.events.is_none() && broken
     }
 
     /// Time passed without a byte.
@@ -192,9 +284,19 @@ impl Relay {
             }
             // Bytes do not touch the timer; it looks since when there are none.
             let now = Instant::now();
-            let until = self.waiting.unwrap_or(now) + self.idle;
+            let since = self.waiting.unwrap_or(now);
+            let until = since + self.idle;
+            if self.exchange.as_ref().is_some_and(Exchange::decode_is_gone) {
+                self.break_off("it was removed from the router before the answer ended");
+                return Poll::Ready(());
+            }
+            let lost = || self.exchange.as_ref().is_some_and(Exchange::decode_is_lost);
+            if until > now && now.duration_since(since) >= LOOK && lost() {
+                self.break_off("it does not answer probes any more");
+                return Poll::Ready(());
+            }
             if until > now {
-                self.alarm.as_mut().reset(until);
+                self.alarm.as_mut().reset(until.min(now + LOOK));
                 continue;
             }
             self.break_off(&format!("nothing came for {} s", self.idle.as_secs_f64()));
@@ -253,9 +355,16 @@ impl Body for Relay {
                 return out.frame();
             }
             if this.state == State::Ended {
-                let cut = this.events.is_none() && this.exchange.is_broken();
+                let cut = this.is_cut();
                 // A body that is no stream of events can only be cut.
                 return Poll::Ready(cut.then(|| Err(io::Error::other("the instance broke off"))));
+            }
+            if this.resuming.is_some() {
+                match this.poll_resuming(cx) {
+                    Poll::Ready(()) => continue,
+                    Poll::Pending if !out.is_empty() => return out.frame(),
+                    Poll::Pending => return Poll::Pending,
+                }
             }
             let Some(source) = &mut this.source else {
                 this.finish();
@@ -280,9 +389,7 @@ impl Body for Relay {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.state == State::Ended
-            && self.next.is_none()
-            && !(self.events.is_none() && self.exchange.is_broken())
+        self.state == State::Ended && self.next.is_none() && !self.is_cut()
     }
 
     fn size_hint(&self) -> SizeHint {

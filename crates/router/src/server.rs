@@ -1,8 +1,11 @@
 //! Routes of the router.
 
+use crate::access::Access;
 use crate::answer::RouterBody;
 use crate::body::JsonObject;
+use crate::clients::ClientKeys;
 use crate::flow::{Ask, Exchange, Permit, Shared};
+use crate::gate::Client;
 use crate::headers::RequestId;
 use bytes::Bytes;
 use http::header::{ALLOW, CONTENT_TYPE, HeaderValue};
@@ -13,9 +16,10 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::time::Instant;
 use twinfer_config::WithoutPrefill;
 use twinfer_http::{
-    BodyRoom, Drain, METRICS_CONTENT_TYPE, Secret, check_bearer, check_content_type, error_response,
+    BodyRoom, Drain, METRICS_CONTENT_TYPE, check_content_type, error_response, read_body,
 };
 use twinfer_protocol::{ApiError, ErrorKind, Role};
 
@@ -24,6 +28,9 @@ pub(crate) const BODY_LIMIT: Duration = Duration::from_secs(60);
 /// Bodies of the greatest length that requests may hold at the same time, until their answers begin. What
 /// goes to an instance is made of one and takes as much again.
 pub(crate) const LARGE_BODIES: u32 = 8;
+/// Of a question to the metaserver.
+const QUESTION_BYTES: u64 = 1 << 20;
+const QUESTION_TIME: Duration = Duration::from_secs(10);
 /// Bodies above this are cut on a thread of their own, so that others do not wait for it.
 const INLINE: usize = 1 << 20;
 
@@ -31,7 +38,8 @@ const INLINE: usize = 1 << 20;
 pub(crate) struct Server {
     pub(crate) shared: Arc<Shared>,
     pub(crate) drain: Drain,
-    pub(crate) client_key: Option<Secret>,
+    pub(crate) clients: ClientKeys,
+    pub(crate) access_log: bool,
     pub(crate) bodies: BodyRoom,
 }
 
@@ -48,10 +56,11 @@ enum Route {
     Ready,
     Metrics,
     HealthCheck,
+    Metaserver,
 }
 
 impl Route {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 11] = [
         Self::Completions,
         Self::Chat,
         Self::Tokenize,
@@ -62,6 +71,7 @@ impl Route {
         Self::Ready,
         Self::Metrics,
         Self::HealthCheck,
+        Self::Metaserver,
     ];
 
     const fn path(self) -> &'static str {
@@ -78,6 +88,8 @@ impl Route {
             Self::Metrics => "/metrics",
             // As the public proxies name it.
             Self::HealthCheck => "/healthcheck",
+            // Asked by decode instances, which send no key: the id in the question is what they know.
+            Self::Metaserver => "/v1/metaserver",
         }
     }
 
@@ -91,14 +103,14 @@ impl Route {
     const fn is_post(self) -> bool {
         matches!(
             self,
-            Self::Completions | Self::Chat | Self::Tokenize | Self::Detokenize
+            Self::Completions | Self::Chat | Self::Tokenize | Self::Detokenize | Self::Metaserver
         )
     }
 
     const fn is_open(self) -> bool {
         matches!(
             self,
-            Self::Health | Self::Ready | Self::Metrics | Self::HealthCheck
+            Self::Health | Self::Ready | Self::Metrics | Self::HealthCheck | Self::Metaserver
         )
     }
 }
@@ -137,9 +149,10 @@ impl Server {
         route: Route,
         request: Request<Incoming>,
     ) -> Result<Response<RouterBody>, ApiError> {
-        if !route.is_open() {
-            check_bearer(request.headers(), self.client_key.as_ref())?;
-        }
+        let client = match route.is_open() {
+            true => 0,
+            false => self.clients.check(request.headers())?,
+        };
         let method = request.method();
         let fits = if route.is_post() {
             method == Method::POST
@@ -161,16 +174,22 @@ impl Server {
             Route::Health => json_response(&json!({"status": "ok"})),
             Route::Ready => json_response(&self.ready()?),
             Route::Metrics => {
-                text_response(METRICS_CONTENT_TYPE, self.shared.metrics.encode().into())
+                text_response(METRICS_CONTENT_TYPE, self.shared.metrics_text().into())
             }
             Route::HealthCheck => json_response(&self.counts()),
+            Route::Metaserver => {
+                let (parts, body) = request.into_parts();
+                let body = read_body(&parts.headers, body, QUESTION_BYTES, QUESTION_TIME).await?;
+                self.shared.metaserver.ask(&body).await?;
+                json_response(&json!({"status": "ok"}))
+            }
             Route::Models => {
                 let data: Vec<Value> = self.models().into_values().collect();
                 json_response(&json!({"object": "list", "data": data}))
             }
             Route::Model => json_response(&self.model_entry(request.uri().path())?),
             Route::Completions | Route::Chat | Route::Tokenize | Route::Detokenize => {
-                return self.forward(route, request).await;
+                return self.forward(route, client, request).await;
             }
         })
     }
@@ -178,9 +197,12 @@ impl Server {
     async fn forward(
         &self,
         route: Route,
+        client: Client,
         request: Request<Incoming>,
     ) -> Result<Response<RouterBody>, ApiError> {
-        let permit = Permit::take(&self.shared)?;
+        let name = self.clients.name(client);
+        let access = Access::new(self.access_log, route.path(), name, Instant::now());
+        let permit = Permit::take(&self.shared, client).await?;
         let (parts, body) = request.into_parts();
         check_content_type(&parts.headers)?;
         let read = self.bodies.read(&parts.headers, body).await;
@@ -201,12 +223,12 @@ impl Server {
             path: route.path(),
             model: self.model(&object)?,
             object,
-            _room: room,
+            room: Some(room),
             headers: parts.headers,
             generates: matches!(route, Route::Completions | Route::Chat),
         };
         self.check_length(&ask)?;
-        Ok(Exchange::run(Arc::clone(&self.shared), id, ask, permit).await)
+        Ok(Exchange::run(Arc::clone(&self.shared), id, ask, permit, access).await)
     }
 
     /// A prompt of ids that no pair takes whole is not computed for nothing: decode, which would refuse it,
@@ -286,18 +308,14 @@ impl Server {
 
     fn counts(&self) -> Value {
         let of_role = |role| {
-            self.shared
-                .registry
-                .instances()
-                .iter()
-                .filter(|i| i.spec.role == role)
-                .count()
+            let instances = self.shared.registry.instances();
+            instances.iter().filter(|i| i.spec.role == role).count()
         };
         json!({
             "status": "ok",
             "prefill_instances": of_role(Role::Prefill),
             "decode_instances": of_role(Role::Decode),
-            "request_num": self.shared.in_flight.load(std::sync::atomic::Ordering::Acquire),
+            "request_num": self.shared.gate.counts().0,
         })
     }
 
@@ -305,11 +323,11 @@ impl Server {
     fn models(&self) -> BTreeMap<String, Value> {
         let registry = &self.shared.registry;
         let mut entries: BTreeMap<String, (Value, Option<u64>)> = BTreeMap::new();
-        let used = |instance: &&crate::registry::Instance| instance.problem().is_none();
+        let instances = registry.instances();
+        let used = |instance: &&Arc<crate::registry::Instance>| instance.problem().is_none();
         let prefill_last = [Role::Both, Role::Decode, Role::Prefill];
         for role in prefill_last {
-            for instance in registry
-                .instances()
+            for instance in instances
                 .iter()
                 .filter(|i| i.spec.role == role)
                 .filter(used)
@@ -375,7 +393,7 @@ fn check_fields(route: Route, object: &JsonObject) -> Result<(), ApiError> {
 }
 
 /// A part of a path; what is no UTF-8 is replaced, and then the name of nothing.
-fn percent_decoded(text: &str) -> String {
+pub(crate) fn percent_decoded(text: &str) -> String {
     let hex = |byte: u8| char::from(byte).to_digit(16);
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();

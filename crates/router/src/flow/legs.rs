@@ -11,15 +11,16 @@ use crate::release::{Handle, Releaser};
 use crate::upstream::UpstreamBody;
 use bytes::Bytes;
 use http::header::{CONTENT_ENCODING, CONTENT_TYPE};
-use http::{HeaderMap, Response, StatusCode};
+use http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 use tokio::time::Instant;
 use twinfer_http::sse::SseParser;
 use twinfer_http::{TransportError, collect_body, next_chunk};
-use twinfer_protocol::ErrorKind;
+use twinfer_protocol::{ErrorKind, IDS_HEADER};
 
 /// Largest answer that is kept whole: prefill's, errors, and those that are no stream.
 const MAX_ANSWER: usize = 64 << 20;
@@ -73,9 +74,9 @@ impl<F: Future<Output = Result<Option<Handle>, LegError>>> Drop for LastLook<'_,
 }
 
 /// What has come of a stream, and the rest.
-pub(super) struct Begun {
-    pub(super) start: Start,
-    pub(super) rest: UpstreamBody,
+pub(crate) struct Begun {
+    pub(crate) start: Start,
+    pub(crate) rest: UpstreamBody,
 }
 
 impl Exchange {
@@ -95,7 +96,7 @@ impl Exchange {
     }
 
     async fn prefill_answer(&self, ask: &Ask, to: InstanceId) -> Result<Option<Handle>, LegError> {
-        let instance = self.instance(to)?;
+        let instance = &*self.instance(to)?;
         let start = Instant::now();
         let deadline = start + self.shared.times.prefill;
         let answer = self
@@ -103,7 +104,8 @@ impl Exchange {
                 Side::Prefill,
                 instance,
                 ask,
-                ask.object.for_prefill(),
+                ask.object.for_prefill(self.resume_field.as_deref()),
+                &self.id.own,
                 deadline,
             )
             .await?;
@@ -132,6 +134,43 @@ impl Exchange {
         }
     }
 
+    /// Sends the request for one token with parameters of the caller. What it answers does not matter, if it is good.
+    pub(super) async fn prefill_with(
+        &self,
+        ask: &Ask,
+        to: InstanceId,
+        params: String,
+        id: HeaderValue,
+    ) -> Result<(), LegError> {
+        let instance = &*self.instance(to)?;
+        let start = Instant::now();
+        let deadline = start + self.shared.times.prefill;
+        let body = ask.object.for_prefill_with(&params);
+        let answer = self.send(Side::Prefill, instance, ask, body, &id, deadline);
+        let body = answer.await?.into_body();
+        let body = self
+            .collect(Side::Prefill, instance, body, deadline)
+            .await?;
+        let seconds = start.elapsed().as_secs_f64();
+        self.shared.metrics.first_byte(Leg::Prefill, seconds);
+        JsonObject::parse(body).map(drop).map_err(|error| {
+            let what = format!("gave no answer: {error}");
+            LegError::nonsense(Side::Prefill, &instance.name(), &what)
+        })
+    }
+
+    /// Sends the request with parameters of the caller, and returns when the first byte of a good answer is there.
+    pub(super) async fn decode_with(
+        &self,
+        ask: &Ask,
+        to: InstanceId,
+        params: String,
+        id: HeaderValue,
+    ) -> Result<Started, LegError> {
+        let body = ask.object.for_decode(&params, None);
+        self.decode_body(ask, to, body, &id).await
+    }
+
     /// Sends the request, and returns when the first byte of a good answer is there.
     pub(super) async fn decode_leg(
         &self,
@@ -139,24 +178,42 @@ impl Exchange {
         to: InstanceId,
         with_handle: bool,
     ) -> Result<Started, LegError> {
-        let instance = self.instance(to)?;
         let params = self
             .handle
             .as_ref()
             .filter(|_| with_handle)
             .map(|handle| &handle.params);
-        let body = match params.and_then(|params| std::str::from_utf8(params).ok()) {
-            Some(params) => ask.object.for_decode(params),
-            None => ask.object.plain(),
+        let resume = self.resume_field.as_deref();
+        let params = params.and_then(|params| std::str::from_utf8(params).ok());
+        let body = match (params, resume) {
+            (Some(params), resume) => ask.object.for_decode(params, resume),
+            (None, Some(resume)) => ask.object.plain_resumed(resume),
+            (None, None) => ask.object.plain(),
         };
+        self.decode_body(ask, to, body, &self.id.own).await
+    }
+
+    async fn decode_body(
+        &self,
+        ask: &Ask,
+        to: InstanceId,
+        body: Bytes,
+        id: &HeaderValue,
+    ) -> Result<Started, LegError> {
+        let instance = &*self.instance(to)?;
         let start = Instant::now();
         let deadline = start + self.shared.times.first_byte;
         let answer = self
-            .send(Side::Decode, instance, ask, body, deadline)
+            .send(Side::Decode, instance, ask, body, id, deadline)
             .await?;
         let (parts, body) = answer.into_parts();
         let encoded = parts.headers.contains_key(CONTENT_ENCODING);
-        let body = if is_event_stream(&parts.headers) {
+        let is_stream = is_event_stream(&parts.headers);
+        if self.resume_field.is_some() && !is_stream {
+            let what = "gave no stream where one was to go on";
+            return Err(LegError::nonsense(Side::Decode, &instance.name(), what));
+        }
+        let body = if is_stream {
             self.first_event(instance, body, encoded, deadline).await?
         } else {
             let whole = self.collect(Side::Decode, instance, body, deadline).await?;
@@ -230,14 +287,29 @@ impl Exchange {
         instance: &Instance,
         ask: &Ask,
         body: Bytes,
+        id: &HeaderValue,
         deadline: Instant,
     ) -> Result<Response<UpstreamBody>, LegError> {
         let upstream = &self.shared.upstream;
-        let headers = upstream.headers(&self.id.own, &ask.headers);
+        let mut headers = upstream.headers(id, &ask.headers);
+        let native = instance
+            .facts
+            .load()
+            .as_ref()
+            .is_some_and(|facts| facts.native);
+        if side == Side::Decode && native && self.keeps(ask) {
+            let wanted = HeaderValue::from_static("1");
+            headers.insert(HeaderName::from_static(IDS_HEADER), wanted);
+        }
         let left = deadline.saturating_duration_since(Instant::now());
-        let answer = upstream
-            .post(&instance.spec.endpoint, ask.path, headers, body, left)
-            .await;
+        let answer = upstream.post(&instance.spec.endpoint, ask.path, headers, body, left);
+        let answer = tokio::select! {
+            answer = answer => answer,
+            () = instance.lost() => Err(TransportError::Broken {
+                peer: instance.spec.endpoint.host_port().to_string(),
+                reason: "it does not answer probes any more".to_owned(),
+            }),
+        };
         let answer = answer.map_err(|error| self.lost(side, instance, &error))?;
         self.shared.registry.signal(instance.id, Signal::Answered);
         if answer.status().is_success() {
@@ -277,12 +349,12 @@ impl Exchange {
         error
     }
 
-    fn instance(&self, id: InstanceId) -> Result<&Instance, LegError> {
+    fn instance(&self, id: InstanceId) -> Result<Arc<Instance>, LegError> {
         self.shared.registry.get(id).ok_or_else(|| {
             LegError::new(
-                Failure::Broke,
-                ErrorKind::Internal,
-                "an instance is not in the registry",
+                Failure::Unreachable,
+                ErrorKind::NoInstance,
+                "the instance that was picked has been removed",
             )
         })
     }

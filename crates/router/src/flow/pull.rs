@@ -8,6 +8,10 @@
 //!     +----------+----------+---- handoff lost: another pair, prompt computed again
 //! ```
 //!
+//! A stream that breaks off after its first byte goes on at another pair or instance, if what it has given is
+//! known (`Resume`): from there on the same states, but the client has an answer already, so what would be
+//! refused breaks the stream off, and no failure is the request's fault.
+//!
 //! A request that one instance serves whole goes `PickWhole -> Decode -> Relay`; one that the pairs have
 //! no room for may go on to it.
 //!
@@ -58,10 +62,17 @@ pub(crate) enum Event {
     DecodeFailed(Failure),
     /// The client has the whole answer.
     StreamEnded,
-    /// Decode broke off after its first byte.
-    StreamBroke,
+    /// Decode broke off after its first byte; how the stream can go on, if it can.
+    StreamBroke(Option<Resume>),
     /// The client has closed its connection.
     ClientGone,
+}
+
+/// How a stream that broke off may go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Resume {
+    pub(crate) way: Way,
+    pub(crate) spare: Spare,
 }
 
 /// How a leg failed.
@@ -114,6 +125,7 @@ pub(crate) struct Step {
 #[derive(Debug)]
 pub(crate) struct PullFlow {
     max_attempts: u32,
+    way: Way,
     spare: Spare,
     state: State,
     tried: Tried,
@@ -125,6 +137,14 @@ pub(crate) struct PullFlow {
     untouched: bool,
     /// A handle is out that no decode instance has answered on.
     held: bool,
+    /// A decode instance that failed may have fetched it.
+    fetched: bool,
+    /// The client has a part of its answer.
+    sent: bool,
+    /// Times that the stream may go on elsewhere.
+    resumes: u32,
+    /// Instances that failed may be tried once more, those of before the break too.
+    mercy: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -142,19 +162,23 @@ enum State {
         prefill: Option<InstanceId>,
         decode: InstanceId,
     },
-    Relaying,
+    Relaying {
+        decode: InstanceId,
+    },
     Over,
 }
 
 impl PullFlow {
-    /// `max_attempts` bounds the tries of each leg, and of a single instance after them.
-    pub(crate) fn start(way: Way, max_attempts: u32, spare: Spare) -> (Self, Step) {
+    /// `max_attempts` bounds the tries of each leg, and of a single instance after them; `resumes` how often a
+    /// stream may go on elsewhere.
+    pub(crate) fn start(way: Way, max_attempts: u32, spare: Spare, resumes: u32) -> (Self, Step) {
         let (state, then) = match way {
             Way::Pair => (State::PickingPair, Do::PickPair),
             Way::Whole => (State::PickingWhole, Do::PickWhole),
         };
         let flow = Self {
             max_attempts,
+            way,
             spare,
             state,
             tried: Tried::default(),
@@ -163,6 +187,10 @@ impl PullFlow {
             only_unreachable: true,
             untouched: true,
             held: false,
+            fetched: false,
+            sent: false,
+            resumes,
+            mercy: false,
         };
         (
             flow,
@@ -183,6 +211,11 @@ impl PullFlow {
         self.prefills + self.decodes > 0
     }
 
+    /// May the stream go on elsewhere if it breaks off?
+    pub(crate) fn may_resume(&self) -> bool {
+        self.resumes > 0
+    }
+
     /// Takes an event. One that does not fit the state ends the request with the kept error.
     pub(crate) fn on(&mut self, event: Event) -> Step {
         match (self.state, event) {
@@ -198,32 +231,78 @@ impl PullFlow {
             (State::PickingPair | State::PickingDecode { .. }, Event::NoneLeft) => {
                 self.whole_or_refuse()
             }
+            (State::PickingWhole, Event::NoneLeft) => self.again_or_refuse(),
             (State::PickingDecode { prefill }, Event::PickedOne(decode)) => {
                 self.decode(Some(prefill), decode)
             }
             (State::PickingWhole, Event::PickedOne(decode)) => self.decode(None, decode),
             (State::Prefilling { prefill, decode }, Event::PrefillDone { handle }) => {
                 self.held = handle;
+                self.fetched = false;
                 self.decode(Some(prefill), decode)
             }
             (State::Prefilling { prefill, .. }, Event::PrefillFailed(failure)) => {
                 self.prefill_failed(prefill, failure)
             }
-            (State::Decoding { .. }, Event::DecodeStarted) => {
+            (State::Decoding { decode, .. }, Event::DecodeStarted) => {
                 self.held = false;
-                self.go(State::Relaying, Do::Relay)
+                self.go(State::Relaying { decode }, Do::Relay)
             }
             (State::Decoding { prefill, decode }, Event::DecodeFailed(failure)) => {
                 self.decode_failed(prefill, decode, failure)
             }
-            (State::Relaying, Event::StreamEnded) => self.end(Do::Over),
-            (State::Relaying, Event::StreamBroke) => self.end(Do::BreakOff),
+            (State::Relaying { .. }, Event::StreamEnded) => self.end(Do::Over),
+            (State::Relaying { decode }, Event::StreamBroke(Some(resume))) if self.resumes > 0 => {
+                self.resume(decode, resume)
+            }
+            (State::Relaying { .. }, Event::StreamBroke(_)) => self.end(Do::BreakOff),
             _ => self.end(Do::Refuse),
         }
     }
 
+    /// Begins anew, without the instance that broke off.
+    fn resume(&mut self, broken: InstanceId, resume: Resume) -> Step {
+        self.resumes -= 1;
+        self.sent = true;
+        self.mercy = true;
+        (self.way, self.spare) = (resume.way, resume.spare);
+        (self.only_unreachable, self.untouched) = (true, true);
+        self.tried = Tried {
+            decode: vec![broken],
+            ..Tried::default()
+        };
+        self.begin(resume.way)
+    }
+
+    fn begin(&mut self, way: Way) -> Step {
+        (self.prefills, self.decodes) = (0, 0);
+        match way {
+            Way::Pair => self.go(State::PickingPair, Do::PickPair),
+            Way::Whole => self.go(State::PickingWhole, Do::PickWhole),
+        }
+    }
+
+    /// Nobody is left: those that failed may have failed by their connection only.
+    fn again_or_refuse(&mut self) -> Step {
+        if !std::mem::take(&mut self.mercy) {
+            return self.end(Do::Refuse);
+        }
+        self.tried = Tried::default();
+        let way = self.way;
+        let release = std::mem::take(&mut self.held);
+        Step {
+            release,
+            ..self.begin(way)
+        }
+    }
+
+    /// A request that one instance finds fault with is at fault, unless another has served a part of it.
+    fn is_final(&self, failure: Failure) -> bool {
+        failure == Failure::Final && !self.sent
+    }
+
     fn prefill_failed(&mut self, prefill: InstanceId, failure: Failure) -> Step {
-        if failure == Failure::Final {
+        if self.is_final(failure) {
             return self.end(Do::Refuse);
         }
         self.note(failure);
@@ -243,9 +322,12 @@ impl PullFlow {
     ) -> Step {
         self.note(failure);
         match (failure, prefill) {
-            (Failure::Final, _) => self.end(Do::Refuse),
+            _ if self.is_final(failure) => self.end(Do::Refuse),
             (Failure::HandoffLost, Some(prefill)) if self.held => {
-                self.tried.pairs.push((prefill, decode));
+                // What an instance that failed has fetched is gone for all: that says nothing of this pair.
+                if !self.fetched {
+                    self.tried.pairs.push((prefill, decode));
+                }
                 if self.prefills < self.max_attempts && self.decodes < self.max_attempts {
                     self.held = false;
                     self.state = State::PickingPair;
@@ -254,17 +336,18 @@ impl PullFlow {
                         then: Do::PickPair,
                     }
                 } else {
-                    self.end(Do::Refuse)
+                    self.again_or_refuse()
                 }
             }
             _ => {
+                self.fetched |= failure == Failure::Broke;
                 self.tried.decode.push(decode);
                 match prefill {
                     Some(_) if self.decodes >= self.max_attempts => self.whole_or_refuse(),
                     Some(prefill) => {
                         self.go(State::PickingDecode { prefill }, Do::PickDecode { prefill })
                     }
-                    None if self.decodes >= self.max_attempts => self.end(Do::Refuse),
+                    None if self.decodes >= self.max_attempts => self.again_or_refuse(),
                     None => self.go(State::PickingWhole, Do::PickWhole),
                 }
             }
@@ -297,7 +380,7 @@ impl PullFlow {
             Spare::Both => self.untouched,
         };
         if !may {
-            return self.end(Do::Refuse);
+            return self.again_or_refuse();
         }
         self.decodes = 0;
         self.state = State::PickingWhole;
@@ -317,6 +400,10 @@ impl PullFlow {
 
     fn end(&mut self, then: Do) -> Step {
         self.state = State::Over;
+        let then = match then {
+            Do::Refuse if self.sent => Do::BreakOff,
+            then => then,
+        };
         Step {
             release: std::mem::take(&mut self.held),
             then,

@@ -23,7 +23,7 @@ fn decode(to: InstanceId, with_handle: bool) -> Step {
 
 #[test]
 fn the_plain_way_sends_each_leg_once() {
-    let (mut flow, first) = PullFlow::start(Way::Pair, 3, Spare::Nobody);
+    let (mut flow, first) = PullFlow::start(Way::Pair, 3, Spare::Nobody, 0);
     assert_eq!(first, go(Do::PickPair));
     assert_eq!(flow.on(picked(P1, D1)), go(Do::Prefill(P1)));
     assert_eq!(
@@ -36,7 +36,7 @@ fn the_plain_way_sends_each_leg_once() {
 
 #[test]
 fn decode_that_fails_before_its_first_byte_does_not_cost_another_prefill() {
-    let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Nobody);
+    let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Nobody, 0);
     flow.on(picked(P1, D1));
     flow.on(Event::PrefillDone { handle: true });
     assert_eq!(
@@ -50,7 +50,7 @@ fn decode_that_fails_before_its_first_byte_does_not_cost_another_prefill() {
 
 #[test]
 fn a_request_that_decode_refuses_releases_prefill() {
-    let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Nobody);
+    let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Nobody, 0);
     flow.on(picked(P1, D1));
     flow.on(Event::PrefillDone { handle: true });
     let step = flow.on(Event::DecodeFailed(Failure::Final));
@@ -65,7 +65,7 @@ fn a_request_that_decode_refuses_releases_prefill() {
 
 #[test]
 fn a_lost_handoff_computes_the_prompt_again_elsewhere() {
-    let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Nobody);
+    let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Nobody, 0);
     flow.on(picked(P1, D1));
     flow.on(Event::PrefillDone { handle: true });
     let step = flow.on(Event::DecodeFailed(Failure::HandoffLost));
@@ -82,7 +82,7 @@ fn a_lost_handoff_computes_the_prompt_again_elsewhere() {
 
 #[test]
 fn without_handle_decode_gets_none_and_nothing_is_released() {
-    let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Nobody);
+    let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Nobody, 0);
     flow.on(picked(P1, D1));
     assert_eq!(
         flow.on(Event::PrefillDone { handle: false }),
@@ -97,7 +97,7 @@ fn one_instance_serves_whole_only_when_no_prefill_has_seen_the_request() {
         (Failure::Unreachable, Do::PickWhole),
         (Failure::Broke, Do::Refuse),
     ] {
-        let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Decode);
+        let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Decode, 0);
         flow.on(picked(P1, D1));
         assert_eq!(flow.on(Event::PrefillFailed(failure)), go(Do::PickPair));
         assert_eq!(flow.on(Event::NoneLeft), go(then));
@@ -111,11 +111,11 @@ fn an_instance_of_role_both_takes_what_the_pairs_have_no_room_for() {
         (Failure::Unreachable, Do::PickWhole),
         (Failure::Broke, Do::Refuse),
     ] {
-        let (mut flow, _) = PullFlow::start(Way::Pair, 1, Spare::Both);
+        let (mut flow, _) = PullFlow::start(Way::Pair, 1, Spare::Both, 0);
         flow.on(picked(P1, D1));
         assert_eq!(flow.on(Event::PrefillFailed(failure)), go(then));
 
-        let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Both);
+        let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Both, 0);
         flow.on(picked(P1, D1));
         flow.on(Event::PrefillDone { handle: true });
         assert_eq!(
@@ -125,6 +125,54 @@ fn an_instance_of_role_both_takes_what_the_pairs_have_no_room_for() {
         let step = flow.on(Event::NoneLeft);
         assert_eq!((step.release, step.then), (true, then));
     }
+}
+
+#[test]
+fn a_stream_that_breaks_off_goes_on_at_another_pair() {
+    let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Nobody, 1);
+    flow.on(picked(P1, D1));
+    flow.on(Event::PrefillDone { handle: true });
+    flow.on(Event::DecodeStarted);
+    let resume = Resume {
+        way: Way::Pair,
+        spare: Spare::Nobody,
+    };
+    assert_eq!(flow.on(Event::StreamBroke(Some(resume))), go(Do::PickPair));
+    assert_eq!(flow.tried().decode, vec![D1]);
+    assert_eq!(flow.on(picked(P1, D2)), go(Do::Prefill(P1)));
+    flow.on(Event::PrefillDone { handle: true });
+    assert_eq!(flow.on(Event::DecodeStarted), go(Do::Relay));
+    // Once is all that is allowed here.
+    assert_eq!(flow.on(Event::StreamBroke(Some(resume))), go(Do::BreakOff));
+}
+
+#[test]
+fn where_nobody_else_is_left_the_same_instance_may_go_on() {
+    let (mut flow, _) = PullFlow::start(Way::Whole, 3, Spare::Nobody, 3);
+    flow.on(Event::PickedOne(D1));
+    flow.on(Event::DecodeStarted);
+    let resume = Resume {
+        way: Way::Whole,
+        spare: Spare::Nobody,
+    };
+    assert_eq!(flow.on(Event::StreamBroke(Some(resume))), go(Do::PickWhole));
+    assert_eq!(flow.on(Event::NoneLeft), go(Do::PickWhole));
+    assert!(flow.tried().decode.is_empty());
+    assert_eq!(flow.on(Event::NoneLeft), go(Do::BreakOff));
+}
+
+/// Only the second decode instance can serve, and the first has taken the KV with it.
+#[test]
+fn kv_that_went_with_a_broken_instance_is_computed_again_for_the_other() {
+    let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Nobody, 0);
+    flow.on(picked(P1, D1));
+    flow.on(Event::PrefillDone { handle: true });
+    flow.on(Event::DecodeFailed(Failure::Broke));
+    assert_eq!(flow.on(Event::PickedOne(D2)), decode(D2, true));
+    let step = flow.on(Event::DecodeFailed(Failure::HandoffLost));
+    assert_eq!((step.release, step.then), (true, Do::PickPair));
+    assert!(flow.tried().pairs.is_empty(), "{:?}", flow.tried());
+    assert_eq!(flow.on(picked(P1, D2)), go(Do::Prefill(P1)));
 }
 
 #[derive(Clone, Debug)]
@@ -159,10 +207,11 @@ proptest! {
         pair in any::<bool>(),
         spare in prop_oneof![Just(Spare::Nobody), Just(Spare::Decode), Just(Spare::Both)],
         max_attempts in 1u32..5,
-        schedule in proptest::collection::vec((happens(), any::<proptest::sample::Index>()), 60),
+        resumes in 0u32..4,
+        schedule in proptest::collection::vec((happens(), any::<proptest::sample::Index>()), 200),
     ) {
         let way = if pair { Way::Pair } else { Way::Whole };
-        let (mut flow, mut step) = PullFlow::start(way, max_attempts, spare);
+        let (mut flow, mut step) = PullFlow::start(way, max_attempts, spare, resumes);
         let prefills: Vec<_> = (0..3).map(InstanceId).collect();
         let decodes: Vec<_> = (3..6).map(InstanceId).collect();
         let mut holding: Option<InstanceId> = None;
@@ -170,12 +219,15 @@ proptest! {
         let (mut sent_prefill, mut sent_decode, mut sent_whole) = (0, 0, 0);
         let mut whole = !pair;
         let mut ended = false;
+        let (mut relayed, mut resumed) = (false, 0);
         for (what, index) in schedule {
             if step.release {
                 prop_assert!(holding.take().is_some(), "nothing to release");
             }
             let event = match step.then {
                 Do::Over | Do::Refuse | Do::BreakOff => {
+                    prop_assert!(step.then != Do::Refuse || !relayed, "a client with a part of an answer is refused");
+                    prop_assert!(step.then != Do::BreakOff || relayed, "a stream that never began breaks off");
                     ended = true;
                     break;
                 }
@@ -228,15 +280,26 @@ proptest! {
                     }
                 }
                 Do::Relay => match what {
-                    Happens::Fails(_) => Event::StreamBroke,
+                    Happens::Fails(failure) => {
+                        relayed = true;
+                        let resume = (failure != Failure::Final).then_some(Resume { way, spare });
+                        resumed += u32::from(resume.is_some());
+                        (sent_prefill, sent_decode, sent_whole) = (0, 0, 0);
+                        whole = !pair;
+                        Event::StreamBroke(resume)
+                    }
                     _ => Event::StreamEnded,
                 },
             };
+
             step = flow.on(event);
         }
         prop_assert!(ended, "the request does not end");
         prop_assert!(holding.is_none(), "a handle is left");
-        prop_assert!(sent_prefill <= max_attempts && sent_decode <= max_attempts && sent_whole <= max_attempts);
+        // After a break those that failed are tried once more.
+        let most = if resumed > 0 { 2 * max_attempts } else { max_attempts };
+        prop_assert!(sent_prefill <= most && sent_decode <= most && sent_whole <= most);
+        prop_assert!(resumed <= resumes + 1);
         prop_assert_eq!(flow.on(Event::ClientGone), go(Do::Over));
     }
 
@@ -252,11 +315,12 @@ proptest! {
             Just(Event::DecodeStarted),
             Just(Event::DecodeFailed(Failure::HandoffLost)),
             Just(Event::StreamEnded),
-            Just(Event::StreamBroke),
+            Just(Event::StreamBroke(None)),
+            Just(Event::StreamBroke(Some(Resume { way: Way::Pair, spare: Spare::Both }))),
             Just(Event::ClientGone),
         ], 0..40),
     ) {
-        let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Both);
+        let (mut flow, _) = PullFlow::start(Way::Pair, 3, Spare::Both, 2);
         let mut handles = 0;
         let mut released = 0;
         for event in events {

@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 use serde_json::Value;
-use twinfer_protocol::{Fingerprint, InstanceCard, Limits};
+use twinfer_protocol::{Epoch, Fingerprint, InstanceCard, Limits};
 
 /// Longest name of an instance or a model that is taken over, in bytes.
 const MAX_NAME: usize = 256;
@@ -28,6 +28,8 @@ pub(crate) struct Facts {
     /// The native engine's fingerprint; other engines have none.
     pub(crate) fingerprint: Option<Fingerprint>,
     pub(crate) limits: Option<Limits>,
+    /// Which process it is.
+    pub(crate) epoch: Option<Epoch>,
     /// Has it the `/twinfer/*` routes?
     pub(crate) native: bool,
 }
@@ -84,6 +86,7 @@ impl Facts {
             models,
             fingerprint: card.map(|card| card.fingerprint.clone()),
             limits: card.map(|card| card.limits),
+            epoch: card.map(|card| card.epoch),
             native: card.is_some(),
         })
     }
@@ -151,6 +154,7 @@ mod tests {
             models: Vec::new(),
             fingerprint: Some(fingerprint),
             limits: None,
+            epoch: None,
             native: true,
         };
         let plain = Fingerprint {

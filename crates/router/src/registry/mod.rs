@@ -5,21 +5,30 @@ mod health;
 mod probe;
 
 pub(crate) use facts::Facts;
-pub(crate) use health::{Health, Signal};
+use health::Health;
+pub(crate) use health::Signal;
 pub(crate) use probe::probe_all;
 
 use crate::instances::InstanceSpec;
 use crate::metrics::RouterMetrics;
-use crate::policy::{Picker, Tried};
+use crate::policy::{PickSide, Picker, Policies, Wanted, Work};
 use arc_swap::{ArcSwap, ArcSwapOption};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 use tokio::sync::Notify;
-use twinfer_config::Policy;
+use tokio::time::Instant;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use twinfer_http::Gauge;
-use twinfer_protocol::{ApiError, ErrorKind, Role};
+use twinfer_protocol::{ApiError, ErrorKind, Fingerprint, Role};
 
+/// Between two looks at the health of an instance that something waits for.
+pub(crate) const LOOK: Duration = Duration::from_secs(1);
+/// Between two looks whether an instance that drains has requests.
+const DRAIN_LOOK: Duration = Duration::from_millis(50);
 /// Instances whose problems a message tells.
 const MAX_TOLD: usize = 4;
 
@@ -54,6 +63,27 @@ pub(crate) struct Table {
     pub(crate) models: BTreeMap<String, Pools>,
 }
 
+/// Who put an instance into the registry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// The command line.
+    Flags,
+    /// The instances file: it goes when its line does.
+    File,
+    /// The admin API.
+    Admin,
+}
+
+impl Source {
+    pub(crate) const fn as_str(self) -> &'static str {
+        match self {
+            Self::Flags => "flags",
+            Self::File => "file",
+            Self::Admin => "admin",
+        }
+    }
+}
+
 /// One instance.
 pub(crate) struct Instance {
     pub(crate) id: InstanceId,
@@ -63,13 +93,27 @@ pub(crate) struct Instance {
     health: Mutex<Health>,
     /// Asks for a probe now.
     poke: Notify,
+    pub(crate) source: Source,
+    /// It gets no new requests, and goes when those that it has have ended.
+    draining: AtomicBool,
+    /// It is out of the registry: what still runs on it is broken off.
+    gone: CancellationToken,
     in_flight: Gauge,
     up: Gauge,
 }
 
 /// All instances.
 pub(crate) struct Registry {
-    instances: Vec<Instance>,
+    /// By id.
+    instances: ArcSwap<Vec<Arc<Instance>>>,
+    /// Number of the next instance; held while the list changes.
+    next: Mutex<u32>,
+    /// There is an instance that is not probed yet.
+    added: Notify,
+    drains: TaskTracker,
+    metrics: Arc<RouterMetrics>,
+    /// Times of health are since then.
+    started: Instant,
     picker: Mutex<Picker>,
     table: ArcSwap<Table>,
     rebuilding: Mutex<Told>,
@@ -87,10 +131,14 @@ struct Told {
 /// A request counted at an instance, until dropped.
 pub(crate) struct LoadGuard {
     registry: Arc<Registry>,
-    id: InstanceId,
+    instance: Arc<Instance>,
+    side: PickSide,
+    work: Work,
+    prefilled: bool,
 }
 
 impl InstanceId {
+    #[cfg(test)]
     pub(crate) fn index(self) -> usize {
         self.0 as usize
     }
@@ -101,6 +149,24 @@ impl Pools {
         self.groups
             .iter()
             .any(|group| !group.prefill.is_empty() && !group.decode.is_empty())
+    }
+}
+
+impl Pools {
+    /// The same, with some instances only.
+    pub(crate) fn only(&self, keep: impl Fn(InstanceId) -> bool) -> Self {
+        let some = |ids: &[InstanceId]| ids.iter().copied().filter(|&id| keep(id)).collect();
+        let group = |group: &Group| Group {
+            prefill: some(&group.prefill),
+            decode: some(&group.decode),
+        };
+        Self {
+            groups: self.groups.iter().map(group).collect(),
+            both: some(&self.both),
+            decode: some(&self.decode),
+            any: some(&self.any),
+            pair_limit: self.pair_limit,
+        }
     }
 }
 
@@ -125,43 +191,186 @@ impl Instance {
         }
     }
 
+    /// Does it answer no probes, does nobody listen there, or is it out of the registry?
+    pub(crate) fn is_lost(&self) -> bool {
+        self.is_gone() || self.health.lock().is_lost()
+    }
+
+    /// Is it out of the registry?
+    pub(crate) fn is_gone(&self) -> bool {
+        self.gone.is_cancelled()
+    }
+
+    /// Does it get no new requests?
+    pub(crate) fn is_draining(&self) -> bool {
+        self.draining.load(Ordering::Acquire)
+    }
+
+    /// Ends when it is found lost while something waits for it.
+    pub(crate) async fn lost(&self) {
+        loop {
+            tokio::time::sleep(LOOK).await;
+            if self.is_lost() {
+                return;
+            }
+        }
+    }
+
     /// Why it is not used; none if it is.
     pub(crate) fn problem(&self) -> Option<String> {
+        if self.is_draining() {
+            return Some("it drains".to_owned());
+        }
         self.health.lock().problem().map(str::to_owned)
     }
 }
 
 impl Registry {
-    pub(crate) fn new(specs: Vec<InstanceSpec>, policy: Policy, metrics: &RouterMetrics) -> Self {
-        let instances: Vec<Instance> = (0u32..)
-            .zip(specs)
-            .map(|(id, spec)| {
-                let (in_flight, up) = metrics.of_instance(&spec);
-                Instance {
-                    id: InstanceId(id),
-                    spec,
-                    facts: ArcSwapOption::empty(),
-                    health: Mutex::new(Health::default()),
-                    poke: Notify::new(),
-                    in_flight,
-                    up,
-                }
-            })
-            .collect();
+    pub(crate) fn new(policies: Policies, metrics: &Arc<RouterMetrics>) -> Self {
         Self {
-            picker: Mutex::new(Picker::new(policy, instances.len())),
-            instances,
+            instances: ArcSwap::default(),
+            next: Mutex::new(0),
+            added: Notify::new(),
+            drains: TaskTracker::new(),
+            metrics: Arc::clone(metrics),
+            started: Instant::now(),
+            picker: Mutex::new(Picker::new(policies)),
             table: ArcSwap::default(),
             rebuilding: Mutex::default(),
         }
     }
 
-    pub(crate) fn instances(&self) -> &[Instance] {
-        &self.instances
+    /// Adds an instance; it is used from its first good probe on. One that drains at the same address stays beside
+    /// it until it is gone.
+    ///
+    /// # Errors
+    /// `InvalidRequest`: there is one at this address.
+    pub(crate) fn add(
+        &self,
+        spec: InstanceSpec,
+        source: Source,
+    ) -> Result<Arc<Instance>, ApiError> {
+        let mut next = self.next.lock();
+        let all = self.instances();
+        let address = spec.endpoint.host_port();
+        if let Some(other) = all
+            .iter()
+            .find(|i| i.spec.endpoint.host_port() == address && !i.is_draining())
+        {
+            let message = format!("{address} is there already, with role {}", other.spec.role);
+            return Err(ApiError::invalid("url", message));
+        }
+        let id = InstanceId(*next);
+        *next += 1;
+        let (in_flight, up) = self.metrics.of_instance(&spec);
+        let instance = Arc::new(Instance {
+            id,
+            spec,
+            facts: ArcSwapOption::empty(),
+            health: Mutex::new(Health::default()),
+            poke: Notify::new(),
+            source,
+            draining: AtomicBool::new(false),
+            gone: CancellationToken::new(),
+            in_flight,
+            up,
+        });
+        tracing::info!(instance = instance.name(), role = %instance.spec.role, ?source, "instance is added");
+        self.instances.rcu(|all| {
+            let mut all = Vec::clone(all);
+            all.push(Arc::clone(&instance));
+            all
+        });
+        self.added.notify_one();
+        Ok(instance)
     }
 
-    pub(crate) fn get(&self, id: InstanceId) -> Option<&Instance> {
-        self.instances.get(id.index())
+    /// Gives an instance no further requests, and removes it when its last one has ended, or `limit` has passed:
+    /// then those that still run go on elsewhere, or end with an error.
+    pub(crate) fn drain(self: &Arc<Self>, instance: &Arc<Instance>, limit: Duration) {
+        if instance.draining.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        tracing::info!(
+            instance = instance.name(),
+            seconds = limit.as_secs_f64(),
+            "instance drains"
+        );
+        self.rebuild();
+        let (registry, instance) = (Arc::clone(self), Arc::clone(instance));
+        self.drains.spawn(async move {
+            let idle = async {
+                while registry.in_flight(instance.id) > 0 {
+                    tokio::time::sleep(DRAIN_LOOK).await;
+                }
+            };
+            let ended = tokio::time::timeout(limit, idle).await.is_ok();
+            registry.remove(&instance);
+            tracing::info!(
+                instance = instance.name(),
+                all_ended = ended,
+                "instance is removed"
+            );
+        });
+    }
+
+    fn remove(&self, instance: &Instance) {
+        let next = self.next.lock();
+        self.instances.rcu(|all| {
+            let others = all.iter().filter(|other| other.id != instance.id);
+            others.cloned().collect::<Vec<_>>()
+        });
+        drop(next);
+        instance.gone.cancel();
+        let address = instance.spec.endpoint.host_port();
+        let twin = self.instances().iter().any(|other| {
+            other.spec.endpoint.host_port() == address && other.spec.role == instance.spec.role
+        });
+        if !twin {
+            self.metrics.forget_instance(&instance.spec);
+        }
+        self.picker.lock().forget(instance.id);
+        self.rebuild();
+    }
+
+    /// Requests at an instance.
+    pub(crate) fn in_flight(&self, id: InstanceId) -> u32 {
+        self.picker.lock().in_flight(id)
+    }
+
+    /// Makes those of the file what the file says: adds what is new, drains what is gone.
+    pub(crate) fn follow_file(self: &Arc<Self>, wanted: &[InstanceSpec], drain: Duration) {
+        let of_file = |i: &&Arc<Instance>| i.source == Source::File && !i.is_draining();
+        for instance in self.instances().iter().filter(of_file) {
+            if !wanted.contains(&instance.spec) {
+                self.drain(instance, drain);
+            }
+        }
+        for spec in wanted {
+            let known = self
+                .instances()
+                .iter()
+                .any(|i| i.spec == *spec && !i.is_draining());
+            if !known && let Err(error) = self.add(spec.clone(), Source::File) {
+                tracing::warn!(%error, "an instance of the file is not added");
+            }
+        }
+    }
+
+    pub(crate) fn instances(&self) -> Arc<Vec<Arc<Instance>>> {
+        self.instances.load_full()
+    }
+
+    pub(crate) fn get(&self, id: InstanceId) -> Option<Arc<Instance>> {
+        let all = self.instances.load();
+        let at = all.binary_search_by_key(&id, |instance| instance.id).ok()?;
+        all.get(at).cloned()
+    }
+
+    /// What must be equal for the same text; none for an engine that does not tell.
+    pub(crate) fn fingerprint(&self, id: InstanceId) -> Option<Fingerprint> {
+        let facts = self.get(id)?.facts.load_full()?;
+        facts.fingerprint.clone()
     }
 
     pub(crate) fn table(&self) -> Arc<Table> {
@@ -172,10 +381,12 @@ impl Registry {
     pub(crate) fn pick_pair(
         self: &Arc<Self>,
         pools: &Pools,
-        tried: &Tried,
+        wanted: Wanted<'_>,
     ) -> Option<(LoadGuard, LoadGuard)> {
-        let (prefill, decode) = self.picker.lock().pair(pools, tried)?;
-        Some((self.guard(prefill), self.guard(decode)))
+        let (prefill, decode) = self.picker.lock().pair(pools, wanted)?;
+        let prefill = self.guard(PickSide::Prefill, prefill, wanted.work);
+        let decode = self.guard(PickSide::Decode, decode, wanted.work);
+        Some((prefill?, decode?))
     }
 
     /// Picks and counts in another decode instance for a prefill that is done.
@@ -183,20 +394,35 @@ impl Registry {
         self: &Arc<Self>,
         pools: &Pools,
         prefill: InstanceId,
-        tried: &Tried,
+        wanted: Wanted<'_>,
     ) -> Option<LoadGuard> {
-        let decode = self.picker.lock().decode_for(pools, prefill, tried)?;
-        Some(self.guard(decode))
+        let decode = self.picker.lock().decode_for(pools, prefill, wanted)?;
+        self.guard(PickSide::Decode, decode, wanted.work)
+    }
+
+    /// Picks and counts in a prefill instance of a list.
+    pub(crate) fn pick_prefill(
+        self: &Arc<Self>,
+        from: &[InstanceId],
+        wanted: Wanted<'_>,
+    ) -> Option<LoadGuard> {
+        let id = self.picker.lock().prefill(from, wanted)?;
+        self.guard(PickSide::Prefill, id, wanted.work)
     }
 
     /// Picks and counts in one instance of a list.
     pub(crate) fn pick_one(
         self: &Arc<Self>,
         from: &[InstanceId],
-        not: &[InstanceId],
+        wanted: Wanted<'_>,
     ) -> Option<LoadGuard> {
-        let id = self.picker.lock().one(from, not)?;
-        Some(self.guard(id))
+        let id = self.picker.lock().one(from, wanted)?;
+        self.guard(PickSide::Whole, id, wanted.work)
+    }
+
+    /// Does the policy look at the text of requests?
+    pub(crate) fn wants_prefixes(&self) -> bool {
+        self.picker.lock().wants_prefixes()
     }
 
     /// Takes what a request or a probe has seen of an instance.
@@ -206,7 +432,7 @@ impl Registry {
         let changed = {
             let mut health = instance.health.lock();
             let before = health.is_up();
-            let told = health.on(signal);
+            let told = health.on(signal, self.started.elapsed());
             if told {
                 instance.tell(&health);
             }
@@ -237,7 +463,7 @@ impl Registry {
             // It has not told yet: it may serve this model.
             None => true,
         };
-        if self.instances.iter().any(knows) {
+        if self.instances().iter().any(|instance| knows(instance)) {
             return self.nothing_up(model);
         }
         let shown: String = model.chars().take(100).collect();
@@ -254,7 +480,7 @@ impl Registry {
     /// Names of the models that instances serve, some of them if there are many.
     pub(crate) fn served(&self) -> String {
         let names: BTreeSet<String> = self
-            .instances
+            .instances()
             .iter()
             .filter_map(|instance| instance.facts.load_full())
             .flat_map(|facts| {
@@ -281,9 +507,10 @@ impl Registry {
 
     /// How many instances of each role are up, and why others are not.
     pub(crate) fn state(&self) -> String {
+        let instances = self.instances();
         let mut parts = Vec::new();
         for role in [Role::Prefill, Role::Decode, Role::Both] {
-            let of_role = || self.instances.iter().filter(|i| i.spec.role == role);
+            let of_role = || instances.iter().filter(|i| i.spec.role == role);
             let (all, up) = (
                 of_role().count(),
                 of_role().filter(|i| i.problem().is_none()).count(),
@@ -292,8 +519,10 @@ impl Registry {
                 parts.push(format!("{role} {up} of {all} up"));
             }
         }
-        let problems = self
-            .instances
+        if parts.is_empty() {
+            parts.push("there are no instances".to_owned());
+        }
+        let problems = instances
             .iter()
             .filter_map(|i| i.problem().map(|p| format!("{}: {p}", i.name())));
         parts.extend(problems.take(MAX_TOLD));
@@ -304,8 +533,9 @@ impl Registry {
 
     /// Pairs of instances that are up, serve one model and may not exchange KV, with the reason.
     fn mismatches(&self) -> BTreeMap<(InstanceId, InstanceId), String> {
+        let instances = self.instances();
         let up = |role: Role| {
-            self.instances
+            instances
                 .iter()
                 .filter(move |i| i.spec.role == role && i.problem().is_none())
                 .filter_map(|i| Some((i, i.facts.load_full()?)))
@@ -324,21 +554,31 @@ impl Registry {
             .collect()
     }
 
-    fn guard(self: &Arc<Self>, id: InstanceId) -> LoadGuard {
-        if let Some(instance) = self.get(id) {
-            instance.in_flight.inc();
-        }
-        LoadGuard {
+    /// None if the instance went away meanwhile.
+    fn guard(self: &Arc<Self>, side: PickSide, id: InstanceId, work: &Work) -> Option<LoadGuard> {
+        let Some(instance) = self.get(id) else {
+            self.picker.lock().forget(id);
+            return None;
+        };
+        instance.in_flight.inc();
+        Some(LoadGuard {
             registry: Arc::clone(self),
-            id,
-        }
+            instance,
+            side,
+            work: Work {
+                // Only to be counted out again.
+                prefix: Vec::new(),
+                ..*work
+            },
+            prefilled: false,
+        })
     }
 
     fn rebuild(&self) {
         let mut told = self.rebuilding.lock();
         let mut table = Table::default();
-        for instance in &self.instances {
-            let up = instance.health.lock().is_up();
+        for instance in self.instances().iter() {
+            let up = instance.health.lock().is_up() && !instance.is_draining();
             instance.up.set(up.into());
             let facts = instance.facts.load_full();
             let (true, Some(facts)) = (up, facts) else {
@@ -437,15 +677,27 @@ impl Pools {
 
 impl LoadGuard {
     pub(crate) fn id(&self) -> InstanceId {
-        self.id
+        self.instance.id
+    }
+
+    pub(crate) fn instance(&self) -> &Arc<Instance> {
+        &self.instance
+    }
+
+    /// The prompt is computed.
+    pub(crate) fn prefilled(&mut self) {
+        if !std::mem::replace(&mut self.prefilled, true) {
+            let mut picker = self.registry.picker.lock();
+            picker.prefilled(self.instance.id, &self.work);
+        }
     }
 }
 
 impl Drop for LoadGuard {
     fn drop(&mut self) {
-        self.registry.picker.lock().give_back(self.id);
-        if let Some(instance) = self.registry.get(self.id) {
-            instance.in_flight.dec();
-        }
+        let mut picker = self.registry.picker.lock();
+        picker.give_back(self.side, self.instance.id, &self.work, self.prefilled);
+        drop(picker);
+        self.instance.in_flight.dec();
     }
 }

@@ -1,6 +1,6 @@
 //! Active probes: is an instance ready, and what is it?
 
-use super::{Facts, Instance, InstanceId, Registry, Signal};
+use super::{Facts, Instance, Registry, Signal};
 use crate::upstream::Upstream;
 use bytes::Bytes;
 use http::StatusCode;
@@ -22,29 +22,40 @@ const MAX_ANSWER: usize = 1 << 20;
 /// An instance that is up is asked again what it is with every so many probes.
 const ASK_AGAIN: u32 = 16;
 
-/// Probes every instance until dropped.
+/// Probes every instance, those too that are added later, until dropped.
 pub(crate) async fn probe_all(registry: Arc<Registry>, upstream: Upstream, interval: Duration) {
     let mut probes = JoinSet::new();
-    for instance in registry.instances() {
-        probes.spawn(probe_one(
-            Arc::clone(&registry),
-            upstream.clone(),
-            instance.id,
-            interval,
-        ));
+    let mut newest = None;
+    loop {
+        for instance in registry.instances().iter() {
+            if newest >= Some(instance.id) {
+                continue;
+            }
+            newest = Some(instance.id);
+            let (registry, upstream) = (Arc::clone(&registry), upstream.clone());
+            let instance = Arc::clone(instance);
+            probes.spawn(async move {
+                let probing = probe_one(&registry, &upstream, &instance, interval);
+                tokio::select! {
+                    () = probing => {}
+                    () = instance.gone.cancelled() => {}
+                }
+            });
+        }
+        tokio::select! {
+            () = registry.added.notified() => {}
+            Some(_) = probes.join_next() => {}
+        }
     }
-    while probes.join_next().await.is_some() {}
 }
 
 async fn probe_one(
-    registry: Arc<Registry>,
-    upstream: Upstream,
-    id: InstanceId,
+    registry: &Registry,
+    upstream: &Upstream,
+    instance: &Instance,
     interval: Duration,
 ) {
-    let Some(instance) = registry.get(id) else {
-        return;
-    };
+    let id = instance.id;
     let mut round = 0u32;
     loop {
         let (was_up, ever_up) = {
@@ -52,7 +63,7 @@ async fn probe_one(
             (health.is_up(), health.ever_up())
         };
         let ask = !was_up || round.is_multiple_of(ASK_AGAIN);
-        let signal = match probe(instance, &upstream, ask).await {
+        let signal = match probe(instance, upstream, ask).await {
             Ok(facts) => {
                 if let Some(facts) = facts {
                     registry.learn(id, facts);

@@ -136,20 +136,7 @@ impl Router {
         headers: &[(&str, &str)],
         body: &[u8],
     ) -> TcpStream {
-        let mut stream = TcpStream::connect(self.addr).await.expect("connect");
-        let mut head = format!(
-            "{method} {path} HTTP/1.1\r\nhost: router\r\ncontent-length: {}\r\n",
-            body.len()
-        );
-        for (name, value) in headers {
-            head.push_str(&format!("{name}: {value}\r\n"));
-        }
-        head.push_str("\r\n");
-        stream
-            .write_all(&[head.as_bytes(), body].concat())
-            .await
-            .expect("write");
-        stream
+        open(self.addr, method, path, headers, body).await
     }
 
     /// Sum of a metric over its series that carry all the labels.
@@ -200,6 +187,36 @@ impl Answer {
             .map(str::to_owned)
             .collect()
     }
+}
+
+/// Sends a request and leaves the connection open.
+pub(crate) async fn open(
+    addr: SocketAddr,
+    method: &str,
+    path: &str,
+    headers: &[(&str, &str)],
+    body: &[u8],
+) -> TcpStream {
+    let mut stream = TcpStream::connect(addr).await.expect("connect");
+    let mut head = format!(
+        "{method} {path} HTTP/1.1\r\nhost: router\r\ncontent-length: {}\r\n",
+        body.len()
+    );
+    for (name, value) in headers {
+        head.push_str(&format!("{name}: {value}\r\n"));
+    }
+    head.push_str("\r\n");
+    stream
+        .write_all(&[head.as_bytes(), body].concat())
+        .await
+        .expect("write");
+    stream
+}
+
+/// A port that is free.
+pub(crate) fn free_port() -> u16 {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    listener.local_addr().expect("an address").port()
 }
 
 /// Waits for a condition.
