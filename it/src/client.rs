@@ -78,6 +78,14 @@ impl Client {
         self.send(Method::GET, path, None).await?.whole().await
     }
 
+    /// DELETE, whole answer.
+    ///
+    /// # Errors
+    /// When the connection fails.
+    pub async fn delete(&self, path: &str) -> Result<Answer, String> {
+        self.send(Method::DELETE, path, None).await?.whole().await
+    }
+
     /// POST of JSON, whole answer.
     ///
     /// # Errors
