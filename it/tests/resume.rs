@@ -342,7 +342,6 @@ async fn streams_leave_an_instance_whose_time_to_drain_is_over() {
     let client = cluster.client();
     let admin = Client::new(format!("127.0.0.1:{port}"));
     let (path, mut body) = requests().remove(0);
-    // Longer than the second that the router may take to see it.
     body["max_tokens"] = json!(1900);
     let expected = whole(&client, path, &body).await;
     let got = interrupted(&client, path, &body, 3, async |name: &str| {

@@ -18,6 +18,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 use tokio::time::{Instant, Sleep, sleep};
+use tokio_util::sync::WaitForCancellationFutureOwned;
 use twinfer_http::sse::{DONE, SseEvent, SseParser, error_events};
 use twinfer_protocol::{ApiError, ErrorKind, Fault, IdsLine};
 
@@ -54,10 +55,13 @@ pub(crate) struct Relay {
     /// None while another instance is looked for.
     exchange: Option<Exchange>,
     resuming: Option<Resuming>,
+    /// Ends when the instance is taken out of the router.
+    gone: Option<Gone>,
     /// For the client if no other instance goes on.
     error: Option<ApiError>,
 }
 
+type Gone = Pin<Box<WaitForCancellationFutureOwned>>;
 type Resuming = Pin<Box<dyn Future<Output = (Exchange, Option<Box<Begun>>)> + Send>>;
 
 /// Pieces that are there at the same time leave as one; a single one is not copied.
@@ -97,6 +101,7 @@ impl Relay {
             idle,
             waiting: None,
             alarm: Box::pin(sleep(idle.min(LOOK))),
+            gone: exchange.decode_gone().map(Box::pin),
             exchange: Some(exchange),
             resuming: None,
             error: None,
@@ -241,6 +246,7 @@ impl Relay {
         };
         let (exchange, begun) = ready!(resuming.as_mut().poll(cx));
         self.resuming = None;
+        self.gone = exchange.decode_gone().map(Box::pin);
         self.exchange = Some(exchange);
         let error = self.error.take();
         match begun.map(|begun| (begun.start, begun.rest)) {
@@ -268,6 +274,16 @@ impl Relay {
         }
     }
 
+    /// Was the instance taken out of the router?
+    fn is_gone(&mut self, cx: &mut Context<'_>) -> bool {
+        let gone = self.gone.as_mut();
+        let gone = gone.is_some_and(|gone| gone.as_mut().poll(cx).is_ready());
+        if gone {
+            self.gone = None;
+        }
+        gone
+    }
+
     fn is_cut(&self) -> bool {
         let broken = self.exchange.as_ref().is_some_and(Exchange::is_broken);
         self.events.is_none() && broken
@@ -286,10 +302,6 @@ impl Relay {
             let now = Instant::now();
             let since = self.waiting.unwrap_or(now);
             let until = since + self.idle;
-            if self.exchange.as_ref().is_some_and(Exchange::decode_is_gone) {
-                self.break_off("it was removed from the router before the answer ended");
-                return Poll::Ready(());
-            }
             let lost = || self.exchange.as_ref().is_some_and(Exchange::decode_is_lost);
             if until > now && now.duration_since(since) >= LOOK && lost() {
                 self.break_off("it does not answer probes any more");
@@ -380,6 +392,9 @@ impl Body for Relay {
                 Poll::Ready(Some(Err(error))) => this.break_off(&error.to_string()),
                 Poll::Ready(None) => this.source_ended(),
                 Poll::Pending if !out.is_empty() => return out.frame(),
+                Poll::Pending if this.is_gone(cx) => {
+                    this.break_off("it was removed from the router before the answer ended");
+                }
                 Poll::Pending => {
                     this.waiting.get_or_insert_with(Instant::now);
                     ready!(this.poll_alarm(cx));

@@ -21,6 +21,7 @@ use http::{HeaderMap, Response};
 use http_body_util::{Either, Full};
 use std::sync::Arc;
 use tokio::time::Instant;
+use tokio_util::sync::WaitForCancellationFutureOwned;
 use twinfer_config::{KvConnector, WithoutPrefill};
 use twinfer_http::RoomShare;
 use twinfer_protocol::{ApiError, ErrorKind, Fingerprint};
@@ -548,10 +549,10 @@ impl Exchange {
         decode.is_some_and(|guard| guard.instance().is_lost())
     }
 
-    /// Is it out of the registry?
-    pub(crate) fn decode_is_gone(&self) -> bool {
+    /// Ends when the instance is taken out of the registry.
+    pub(crate) fn decode_gone(&self) -> Option<WaitForCancellationFutureOwned> {
         let decode = self.decode.as_ref();
-        decode.is_some_and(|guard| guard.instance().is_gone())
+        decode.map(|guard| guard.instance().gone())
     }
 
     /// Counts an error that a stream carries.

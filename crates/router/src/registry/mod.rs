@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
+use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tokio_util::task::TaskTracker;
 use twinfer_http::Gauge;
 use twinfer_protocol::{ApiError, ErrorKind, Fingerprint, Role};
@@ -193,12 +193,12 @@ impl Instance {
 
     /// Does it answer no probes, does nobody listen there, or is it out of the registry?
     pub(crate) fn is_lost(&self) -> bool {
-        self.is_gone() || self.health.lock().is_lost()
+        self.gone.is_cancelled() || self.health.lock().is_lost()
     }
 
-    /// Is it out of the registry?
-    pub(crate) fn is_gone(&self) -> bool {
-        self.gone.is_cancelled()
+    /// Ends when it is out of the registry.
+    pub(crate) fn gone(&self) -> WaitForCancellationFutureOwned {
+        self.gone.clone().cancelled_owned()
     }
 
     /// Does it get no new requests?
@@ -208,10 +208,10 @@ impl Instance {
 
     /// Ends when it is found lost while something waits for it.
     pub(crate) async fn lost(&self) {
-        loop {
-            tokio::time::sleep(LOOK).await;
-            if self.is_lost() {
-                return;
+        while !self.is_lost() {
+            tokio::select! {
+                () = tokio::time::sleep(LOOK) => {}
+                () = self.gone.cancelled() => {}
             }
         }
     }

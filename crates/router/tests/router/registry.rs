@@ -13,9 +13,8 @@ const ASK: &[u8] = br#"{"prompt":"p","stream":true}"#;
 async fn slow(name: &str) -> FakeWorker {
     start(FakeConfig {
         name: Some(name.to_owned()),
-        // Longer than the second that the router may take to see that an instance is gone.
         token_time: 0.05,
-        tokens: 60,
+        tokens: 20,
         ..fake(Role::Decode, Dialect::Twinfer)
     })
     .await
