@@ -242,7 +242,10 @@ impl Together {
         match (self.begin, give_up) {
             (Begin::AtOnce, true) => self.refuse(&[Act::DropDecode]),
             (Begin::WhenAsked, true) => self.refuse(&[Act::Tell(false), Act::DropDecode]),
-            // Decode was told of this prefill instance: it must begin anew too.
+            // Decode was told of this prefill instance: it must begin anew too, if it may once more.
+            (Begin::AtOnce, false) if self.decodes >= self.max_attempts => {
+                self.refuse(&[Act::DropDecode])
+            }
             (Begin::AtOnce, false) => {
                 self.state = State::PickingPair;
                 vec![Act::DropDecode, Act::PickPair]
