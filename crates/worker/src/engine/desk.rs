@@ -467,6 +467,7 @@ mod tests {
             let request = Request {
                 id: RequestId(id),
                 prompt: [1].into(),
+                resumed: 0,
                 params: SamplingParams::greedy(8),
                 kv: KvSource::Compute,
                 hold_kv: false,
