@@ -1,4 +1,4 @@
-use crate::{Client, Metrics, Process, binary, demo_model, free_port};
+use crate::{Client, Metrics, Process, binary, demo_model, free_port, free_ports};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -63,9 +63,11 @@ impl Default for ClusterOptions {
 }
 
 impl Instance {
-    /// Starts `twinfer serve` on free ports, one thread, model name `demo`.
+    /// Starts `twinfer serve` on free ports, one thread, model name `demo`; each rank of `--dp` has a KV port.
     pub fn serve(model: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> Self {
-        let (port, kv_port) = (free_port(), free_port());
+        let ranks = arguments.windows(2).find(|pair| pair[0] == "--dp");
+        let ranks = ranks.and_then(|pair| pair[1].parse().ok()).unwrap_or(1);
+        let (port, kv_port) = (free_port(), free_ports(ranks));
         let mut all: Vec<String> = vec!["serve".into(), model.display().to_string()];
         all.extend(["--served-model-name", "demo", "--threads", "1", "--port"].map(String::from));
         all.push(port.to_string());

@@ -12,4 +12,6 @@ pub use checkpoint::{Checkpoint, Tensor, Tensors, refused, shard_name};
 pub use client::{Answer, Body, Client, Stream, chat_body, completion_body};
 pub use cluster::{Cluster, ClusterOptions, Instance};
 pub use metrics::Metrics;
-pub use process::{Process, binary, demo_model, free_port, profile, repository};
+pub use process::{
+    Process, binary, children, cpu_time, demo_model, free_port, free_ports, profile, repository,
+};

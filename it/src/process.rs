@@ -98,6 +98,55 @@ fn newest(folder: &Path) -> Option<SystemTime> {
         .max()
 }
 
+/// The first of `count` free ports in a row, all of them the caller's.
+pub fn free_ports(count: u16) -> u16 {
+    loop {
+        let first = free_port();
+        if (1..count).all(|further| Some(free_port()) == first.checked_add(further)) {
+            return first;
+        }
+    }
+}
+
+/// Processes that `process` has started and that run, or were not collected.
+///
+/// # Panics
+/// When it has ended.
+pub fn children(process: u32) -> Vec<u32> {
+    let tasks = std::fs::read_dir(format!("/proc/{process}/task")).expect("it runs");
+    let mut found: Vec<u32> = tasks
+        .flatten()
+        .flat_map(|task| {
+            let children = std::fs::read_to_string(task.path().join("children"));
+            let children = children.unwrap_or_default();
+            let ids = children.split_whitespace().map(|id| id.parse::<u32>());
+            ids.flatten().collect::<Vec<_>>()
+        })
+        .collect();
+    found.sort_unstable();
+    found
+}
+
+/// Time that a process has computed, to a hundredth of a second.
+///
+/// # Panics
+/// When it has ended.
+pub fn cpu_time(process: u32) -> Duration {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).expect("it runs");
+    // Behind the name, which may contain anything.
+    let fields: Vec<&str> = stat
+        .rsplit(')')
+        .next()
+        .unwrap_or_default()
+        .split(' ')
+        .collect();
+    let ticks: u64 = [12, 13]
+        .iter()
+        .map(|field| fields[*field].parse::<u64>().expect("a time"))
+        .sum();
+    Duration::from_millis(10 * ticks)
+}
+
 /// A port that is free, each answer another one. None of those that the system gives to outgoing
 /// connections: one of another test would take it before it is used.
 ///

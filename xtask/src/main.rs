@@ -4,6 +4,7 @@
 mod bench;
 mod cases;
 mod hash;
+mod memory;
 mod ranks;
 mod run;
 mod show;
@@ -45,6 +46,11 @@ enum Chore {
     /// A rank of a cell of `hash`, which starts it.
     #[command(hide = true)]
     HashRank(hash::RankArgs),
+    /// Memory of rank processes against their weights and KV, and the bytes of experts that move.
+    Memory,
+    /// A rank of `memory`, which starts it.
+    #[command(hide = true)]
+    MemoryRank(memory::RankArgs),
     /// Streams through one prefill and one decode instance, some cut off; then every gauge must be back.
     /// With --ranks: steps of so many ranks, which must take and hold at the end what they did at the beginning.
     Soak(soak::Args),
@@ -62,6 +68,8 @@ fn main() -> ExitCode {
         Chore::Cases { issue } => cases::run(&issue),
         Chore::Hash(args) => hash::run(&args),
         Chore::HashRank(args) => hash::rank(&args),
+        Chore::Memory => memory::run(),
+        Chore::MemoryRank(args) => memory::rank(&args),
         Chore::Soak(args) => soak::run(&args),
         Chore::Bench(args) => bench::run(&args),
         Chore::BenchRank(args) => bench::rank(&args),

@@ -55,6 +55,11 @@ impl Ranks {
         Ok(ranks)
     }
 
+    /// Ids of the processes, by rank.
+    pub(crate) fn ids(&self) -> Vec<u32> {
+        self.children.iter().map(Child::id).collect()
+    }
+
     /// What each rank printed, if all end well within `limit`.
     pub(crate) fn finish(mut self, limit: Duration) -> Result<Vec<String>> {
         let until = Instant::now() + limit;

@@ -1,7 +1,7 @@
 //! `show ISSUE.k`: runs exactly line k of the issue's "Shown by" list and prints the evidence.
 
 use crate::run::{BUILD, SHORT, TESTS, capture, cargo, check};
-use crate::{bench, cases, hash, soak, split};
+use crate::{bench, cases, hash, memory, soak, split};
 use anyhow::{Context, Result, bail};
 use std::net::TcpListener;
 use std::process::Command;
@@ -84,11 +84,7 @@ const RANKS: &[Line] = &[
     },
     Line {
         about: "memory per rank; moves of experts as bytes on the wire",
-        run: || {
-            missing(
-                "memory of rank processes is not measured; bytes of moves are counted by `cargo test -p twinfer-worker --test ranks` only",
-            )
-        },
+        run: memory::run,
     },
     Line {
         about: "sixteen ranks on two nodes, thirty-two on four",
@@ -97,8 +93,9 @@ const RANKS: &[Line] = &[
     Line {
         about: "every number of requests over N ranks",
         run: || {
-            missing(
-                "the prompts with max_tokens 256 are missing; `cargo test --release -p twinfer-it --test dp` does it with shorter answers",
+            processes_named(
+                "dp",
+                &["any_number_of_requests_gets_the_answers_of_one_rank"],
             )
         },
     },
@@ -112,7 +109,15 @@ const RANKS: &[Line] = &[
     },
     Line {
         about: "roles with and without hybrid policies, pull with ranks on both sides",
-        run: || missing("ranks of roles prefill and decode hand no KV over yet"),
+        run: || {
+            processes_named(
+                "dp_handoff",
+                &[
+                    "policies_of_phases_change_no_answer_of_either_role",
+                    "any_shape_of_ranks_gives_the_answers_of_one_and_kv_comes_by_handoff",
+                ],
+            )
+        },
     },
     Line {
         about: "cases and soak",
@@ -331,15 +336,39 @@ fn tests_named(tests: &[(&str, &str)]) -> Result<()> {
     Ok(())
 }
 
+/// Runs tests of a file of those with real processes, by their whole names; one that is not there is a failure.
+fn processes_named(file: &str, tests: &[&str]) -> Result<()> {
+    for test in tests {
+        let (code, output) = capture(
+            cargo().args([
+                "test",
+                "--release",
+                "-p",
+                "twinfer-it",
+                "--test",
+                file,
+                "--",
+                "--exact",
+                test,
+                "--nocapture",
+            ]),
+            BUILD,
+        )?;
+        println!("{output}");
+        if code != Some(0) || !output.contains(&format!("test {test} ... ok")) {
+            bail!("{test} failed");
+        }
+    }
+    Ok(())
+}
+
 fn hash_matrix() -> Result<()> {
     hash::run(&hash::Args::of("slice"))
 }
 
 fn ranks_hash() -> Result<()> {
     hash::run(&hash::Args::of("ranks"))?;
-    missing(
-        "cells of --moe-comm all-gather, of EPLB with forced swaps, and of nodes with a /dev/shm of their own",
-    )
+    missing("cells of nodes with a /dev/shm of their own")
 }
 
 /// A line, or what is left of it, that cannot be shown.

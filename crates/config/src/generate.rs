@@ -1,7 +1,8 @@
 use crate::flag::{count, count_in, tokens_in, whole};
 use crate::ranges::{
-    BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MAX_OUTPUT_TOKENS, THREADS,
+    BLOCK_SIZE, DP, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MAX_OUTPUT_TOKENS, THREADS,
 };
+use crate::serve::one;
 use crate::{Dtype, LogFormat, Quantization};
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
@@ -97,7 +98,14 @@ pub struct GenerateConfig {
     #[arg(long, default_value_t = 16, value_parser = count_in(BLOCK_SIZE))]
     pub block_size: u32,
 
-    /// Memory for KV, such as `512MiB` or `4GiB`; a quarter of what is available if absent.
+    /// Ranks: engines with their own scheduler and KV that step together, each with its share of the threads and of the
+    /// experts. Limits of sequences and tokens are those of each rank. The token ids are those of one rank.
+    #[arg(long, alias = "data-parallel-size", default_value_t = 1, value_parser = count_in(DP))]
+    #[serde(default = "one")]
+    #[schemars(range(min = *DP.start(), max = *DP.end()))]
+    pub dp: u32,
+
+    /// Memory for KV of each rank, such as `512MiB` or `4GiB`; a quarter of what is available over all ranks if absent.
     #[arg(long)]
     pub kv_cache_memory: Option<String>,
 

@@ -30,6 +30,10 @@ pub const PREFILL_THRESHOLD_REQUESTS: RangeInclusive<u32> = 0..=u32::MAX;
 pub const PREFILL_THRESHOLD_TOKENS: RangeInclusive<u64> = 0..=u32::MAX as u64;
 /// `prefill-longest-wait`, in milliseconds.
 pub const PREFILL_LONGEST_WAIT: RangeInclusive<u32> = 0..=u32::MAX;
+/// `eplb-interval`, in steps.
+pub const EPLB_INTERVAL: RangeInclusive<u32> = 1..=u32::MAX;
+/// `num-redundant-experts`.
+pub const NUM_REDUNDANT_EXPERTS: RangeInclusive<u32> = 0..=1 << 16;
 /// `threads`.
 pub const THREADS: RangeInclusive<u32> = 1..=1024;
 /// `kv-lease`, in seconds.

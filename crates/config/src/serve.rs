@@ -1,10 +1,10 @@
 use crate::EnvironmentKeys;
 use crate::flag::{MOST_SECONDS, body_bytes, count, port, seconds, tokens, whole};
 use crate::ranges::{
-    BLOCK_SIZE, DP, KV_LEASE, KV_TIMEOUT, MAX_BODY_BYTES, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS,
-    MAX_NUM_SEQS, MAX_OUTPUT_TOKENS, MAX_WAITING, NUM_SPECULATIVE_TOKENS, PREFILL_ANY_INTERVAL,
-    PREFILL_CHUNK, PREFILL_LONGEST_WAIT, PREFILL_RUN, PREFILL_THRESHOLD_REQUESTS,
-    PREFILL_THRESHOLD_TOKENS, THREADS,
+    BLOCK_SIZE, DP, EPLB_INTERVAL, KV_LEASE, KV_TIMEOUT, MAX_BODY_BYTES, MAX_MODEL_LEN,
+    MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MAX_OUTPUT_TOKENS, MAX_WAITING, NUM_REDUNDANT_EXPERTS,
+    NUM_SPECULATIVE_TOKENS, PREFILL_ANY_INTERVAL, PREFILL_CHUNK, PREFILL_LONGEST_WAIT, PREFILL_RUN,
+    PREFILL_THRESHOLD_REQUESTS, PREFILL_THRESHOLD_TOKENS, THREADS,
 };
 use clap::{Args, ValueEnum};
 use schemars::JsonSchema;
@@ -50,6 +50,16 @@ pub enum MoeComm {
     AllToAll,
     /// All rows go to all ranks.
     AllGather,
+}
+
+impl MoeComm {
+    /// As it is typed.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::AllToAll => "all-to-all",
+            Self::AllGather => "all-gather",
+        }
+    }
 }
 
 /// What a decode instance does when a handoff fails.
@@ -123,7 +133,8 @@ pub struct ServeConfig {
     #[arg(long)]
     pub kv_advertise_host: Option<String>,
 
-    /// Port to listen on for KV handoff; 0 picks a free one.
+    /// Port to listen on for KV handoff; 0 picks a free one. Of several ranks each listens on a port of its own: rank r on
+    /// this port plus r, all of which must be free.
     #[arg(long, default_value_t = 0, value_parser = port)]
     pub kv_port: u16,
 
@@ -224,7 +235,7 @@ pub struct ServeConfig {
     pub prefill_any_interval: u32,
 
     /// Ranks: engines with their own scheduler and KV that step together, each a process with its share of the threads
-    /// and of the experts. More than 1 only for role both. Limits of sequences and tokens are those of each rank.
+    /// and of the experts. Limits of sequences and tokens are those of each rank.
     #[arg(long, alias = "data-parallel-size", default_value_t = 1, value_parser = count(DP))]
     #[serde(default = "one")]
     #[schemars(range(min = *DP.start(), max = *DP.end()))]
@@ -259,6 +270,30 @@ pub struct ServeConfig {
     #[arg(long, value_parser = count(PREFILL_LONGEST_WAIT))]
     #[serde(default)]
     pub prefill_longest_wait: Option<u32>,
+
+    /// With several ranks: how rows come to the ranks that have their experts; `all-to-all` if absent.
+    #[arg(long, value_enum)]
+    #[serde(default)]
+    pub moe_comm: Option<MoeComm>,
+
+    /// With several ranks: steps after which experts may change their ranks, by how often each was chosen; never if
+    /// absent. Answers do not depend on it.
+    #[arg(long, value_parser = count(EPLB_INTERVAL))]
+    #[serde(default)]
+    #[schemars(range(min = *EPLB_INTERVAL.start()))]
+    pub eplb_interval: Option<u32>,
+
+    /// With several ranks: experts may change their ranks also after each step that computed prompts only.
+    #[arg(long)]
+    #[serde(default)]
+    pub eplb_after_prefill: bool,
+
+    /// With several ranks: seats for experts beside one for each, over all ranks: those chosen most often get more than
+    /// one. The number of all seats is a multiple of the number of ranks. 0 if absent.
+    #[arg(long, value_parser = count(NUM_REDUNDANT_EXPERTS))]
+    #[serde(default)]
+    #[schemars(range(min = *NUM_REDUNDANT_EXPERTS.start(), max = *NUM_REDUNDANT_EXPERTS.end()))]
+    pub num_redundant_experts: Option<u32>,
 
     /// Memory for KV of each rank, such as `512MiB` or `4GiB`; if absent as much as `max-num-seqs` sequences of the
     /// greatest length need, but at most a quarter of what is available, over all ranks.
@@ -364,6 +399,12 @@ impl ServeConfig {
                 self.prefill_longest_wait,
                 PREFILL_LONGEST_WAIT,
             ),
+            ("eplb-interval", self.eplb_interval, EPLB_INTERVAL),
+            (
+                "num-redundant-experts",
+                self.num_redundant_experts,
+                NUM_REDUNDANT_EXPERTS,
+            ),
             ("kv-lease", Some(self.kv_lease), KV_LEASE),
             ("kv-timeout", Some(self.kv_timeout), KV_TIMEOUT),
             ("threads", self.threads, THREADS),
@@ -388,7 +429,7 @@ impl ServeConfig {
     }
 }
 
-fn one() -> u32 {
+pub(crate) fn one() -> u32 {
     1
 }
 

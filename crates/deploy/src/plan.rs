@@ -63,6 +63,8 @@ pub struct PlannedInstance {
     pub port: u16,
     /// Port that it hands KV over at.
     pub kv_port: Option<u16>,
+    /// All of them: one for each rank.
+    pub kv_ports: Vec<u16>,
     /// Environment.
     pub environment: Vec<PlannedVariable>,
     /// Command line.
@@ -134,7 +136,7 @@ impl Plan {
                 });
             };
             add(instance.port, "HTTP", "port");
-            if let Some(port) = instance.kv_port {
+            for &port in &instance.kv_ports {
                 add(port, "KV handoff", "kv-port");
             }
         }
@@ -168,7 +170,7 @@ impl fmt::Display for Plan {
                 "  http     {}",
                 HostPort::display(&instance.host, instance.port)
             )?;
-            if let Some(port) = instance.kv_port {
+            for &port in &instance.kv_ports {
                 writeln!(f, "  kv       {}", HostPort::display(&instance.host, port))?;
             }
             process(f, &instance.environment, &instance.command)?;

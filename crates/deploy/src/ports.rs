@@ -42,26 +42,29 @@ pub(crate) fn allot(
         if let Some(ports) = &draft.spec.port {
             let at = steps!["instances", draft.group, "port"];
             draft.port =
-                given(deployment, ports, draft, at, &mut taken, "HTTP", found).unwrap_or(0);
+                given(deployment, (ports, 1), draft, at, &mut taken, "HTTP", found).unwrap_or(0);
         }
         if let (Some(ports), Role::Prefill) = (&draft.spec.kv_port, draft.spec.role) {
             let at = steps!["instances", draft.group, "kv-port"];
+            let ports = (ports, draft.ranks());
             draft.kv_port = given(deployment, ports, draft, at, &mut taken, "KV", found);
         }
     }
     for draft in drafts.iter_mut() {
         if draft.spec.port.is_none() {
-            draft.port = pick(deployment, draft, &mut taken, FIRST_PORT, found);
+            draft.port = pick(deployment, draft, &mut taken, (FIRST_PORT, 1), found);
         }
         if draft.spec.kv_port.is_none() && draft.spec.role == Role::Prefill {
-            draft.kv_port = Some(pick(deployment, draft, &mut taken, FIRST_KV_PORT, found));
+            let from = (FIRST_KV_PORT, draft.ranks());
+            draft.kv_port = Some(pick(deployment, draft, &mut taken, from, found));
         }
     }
 }
 
+/// Takes the ports of the file for a draft that needs `span` in a row; returns the first.
 fn given(
     deployment: &Deployment,
-    ports: &OneOrList<NonZeroU16>,
+    (ports, span): (&OneOrList<NonZeroU16>, u16),
     draft: &Draft<'_>,
     at: &[Step],
     taken: &mut Taken,
@@ -74,18 +77,28 @@ fn given(
         OneOrList::One(first) => {
             let port = u16::try_from(draft.number)
                 .ok()
-                .and_then(|number| first.get().checked_add(number));
+                .and_then(|number| number.checked_mul(span))
+                .and_then(|before| first.get().checked_add(before))
+                .filter(|port| *port <= u16::MAX - (span - 1));
             let Some(port) = port else {
-                if draft.number == usize::from(u16::MAX - first.get()) + 1 {
+                let fit = (usize::from(u16::MAX - first.get()) + 1) / usize::from(span);
+                if draft.number == fit {
+                    let ports = u32::from(span).saturating_mul(draft.spec.count);
                     found.push(deployment.wrong(
                         at,
-                        format!(
-                            "{} instances from port {first} on pass 65535",
-                            draft.spec.count
-                        ),
+                        match span {
+                            1 => format!(
+                                "{} instances from port {first} on pass 65535",
+                                draft.spec.count
+                            ),
+                            _ => format!(
+                                "{} instances of {span} ranks from port {first} on pass 65535",
+                                draft.spec.count
+                            ),
+                        },
                         Some(format!(
                             "highest first port: {}",
-                            (1u32 << 16).saturating_sub(draft.spec.count)
+                            (1u32 << 16).saturating_sub(ports)
                         )),
                     ));
                 }
@@ -94,15 +107,17 @@ fn given(
             port
         }
     };
-    take(
-        deployment,
-        taken,
-        &draft.node.name,
-        port,
-        &format!("instance {} ({what})", draft.name),
-        at,
-        found,
-    );
+    for port in (0..span).filter_map(|further| port.checked_add(further)) {
+        take(
+            deployment,
+            taken,
+            &draft.node.name,
+            port,
+            &format!("instance {} ({what})", draft.name),
+            at,
+            found,
+        );
+    }
     Some(port)
 }
 
@@ -132,13 +147,15 @@ fn pick(
     deployment: &Deployment,
     draft: &Draft<'_>,
     taken: &mut Taken,
-    from: u16,
+    (from, span): (u16, u16),
     found: &mut Vec<Diagnostic>,
 ) -> u16 {
     let node = &draft.node.name;
     let at = steps!["instances", draft.group, "name"];
-    let Some(port) = (from..=u16::MAX).find(|port| !taken.contains_key(&(node.clone(), *port)))
-    else {
+    let is_free = |port: u16| !taken.contains_key(&(node.clone(), port));
+    let port = (from..=u16::MAX - (span - 1))
+        .find(|first| (0..span).all(|further| is_free(first + further)));
+    let Some(port) = port else {
         found.push(deployment.wrong(
             at,
             format!("no port from {from} on is left for instance {}", draft.name),
@@ -146,9 +163,11 @@ fn pick(
         ));
         return 0;
     };
-    taken.insert(
-        (node.clone(), port),
-        (format!("instance {}", draft.name), deployment.line(at)),
-    );
+    for further in 0..span {
+        taken.insert(
+            (node.clone(), port + further),
+            (format!("instance {}", draft.name), deployment.line(at)),
+        );
+    }
     port
 }

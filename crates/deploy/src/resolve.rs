@@ -8,8 +8,10 @@ use crate::load::Deployment;
 use crate::plan::{Checks, Facts, Plan, PlannedInstance, PlannedRouter, PlannedVariable};
 use crate::source::{Step, steps};
 use crate::{command, ports};
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::num::NonZeroU16;
+use twinfer_config::ranges::DP;
 use twinfer_http::HostPort;
 use twinfer_protocol::{API_KEY_ENV, PEER_KEY_ENV, Role};
 
@@ -23,7 +25,26 @@ pub(crate) struct Draft<'d> {
     pub(crate) node: &'d NodeSpec,
     pub(crate) cores: Vec<u32>,
     pub(crate) port: u16,
+    /// The first of as many as it has ranks.
     pub(crate) kv_port: Option<u16>,
+}
+
+impl Draft<'_> {
+    /// Ranks of this instance, as far as the file says so rightly: what is wrong is told with the flags.
+    pub(crate) fn ranks(&self) -> u16 {
+        let given = self.spec.flags.get("dp").and_then(Value::as_u64);
+        let ranks = given.and_then(|ranks| u32::try_from(ranks).ok());
+        let ranks = ranks.filter(|ranks| DP.contains(ranks)).unwrap_or(1);
+        u16::try_from(ranks).unwrap_or(1)
+    }
+
+    /// Ports of its ranks for KV.
+    pub(crate) fn kv_ports(&self) -> impl Iterator<Item = u16> {
+        let ranks = self.ranks();
+        self.kv_port
+            .into_iter()
+            .flat_map(move |first| (0..ranks).filter_map(move |rank| first.checked_add(rank)))
+    }
 }
 
 /// Resolves a deployment. All mistakes are told at once.
@@ -69,9 +90,9 @@ pub fn resolve(
     let served_model_name = served_name(deployment);
     let pd_peers: Vec<String> = drafts
         .iter()
-        .filter_map(|draft| {
+        .flat_map(|draft| {
             draft
-                .kv_port
+                .kv_ports()
                 .map(|port| HostPort::display(&draft.node.host, port))
         })
         .collect();
@@ -86,6 +107,7 @@ pub fn resolve(
             host: draft.node.host.clone(),
             port: draft.port,
             kv_port: draft.kv_port,
+            kv_ports: draft.kv_ports().collect(),
             environment: vec![peer_key(draft.spec.flags.contains_key("peer-key-file"))]
                 .into_iter()
                 .flatten()
@@ -413,8 +435,8 @@ fn same_on_both_sides(deployment: &Deployment, found: &mut Vec<Diagnostic>) {
             }
         };
         let value = |spec: &InstanceSpec| match spec.flags.get(flag) {
-            None | Some(serde_json::Value::Null) => default.to_owned(),
-            Some(serde_json::Value::String(text)) => text.clone(),
+            None | Some(Value::Null) => default.to_owned(),
+            Some(Value::String(text)) => text.clone(),
             Some(other) => other.to_string(),
         };
         let expected = value(reference);

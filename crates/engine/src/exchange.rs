@@ -1,9 +1,13 @@
 //! What a rank's step asks of the other ranks of its instance. The engine has no sockets: whoever runs it brings the way.
 
 use crate::ExecError;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Tag of the memory that all ranks need.
+const MEMORY_TAG: u32 = 0;
 
 /// Where a call stands. All ranks make the same calls at the same places, in the same order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,10 +95,11 @@ pub struct RankLink {
     /// Rows that every rank's part of a gather has room for; 0: as many as it has.
     padded_rows: AtomicUsize,
     sent: [AtomicU64; 3],
+    moves: Mutex<ExpertMoves>,
 }
 
 /// Bytes that a rank has sent to others, each counted once per rank that it was sent to.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SentBytes {
     /// Rows for experts, with what is wanted of them.
     pub rows: u64,
@@ -102,6 +107,22 @@ pub struct SentBytes {
     pub outputs: u64,
     /// Weights of experts that changed their seat.
     pub weights: u64,
+}
+
+/// Experts that changed their seats since a rank was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ExpertMoves {
+    /// Times that placements were derived from loads.
+    pub plans: u64,
+    /// Layers whose placement changed.
+    pub layers: u64,
+    /// Seats of this rank that got another expert.
+    pub seats: u64,
+    /// Rows of the fullest rank over those of a mean one, by the loads and the placements of the last plan: as layers were
+    /// placed before it, the worst of them. 0 before the first plan with rows.
+    pub balance_before: f64,
+    /// The same as the plan placed them.
+    pub balance_after: f64,
 }
 
 /// What is counted in [`SentBytes`].
@@ -123,6 +144,7 @@ impl RankLink {
             turn: AtomicU64::new(0),
             padded_rows: AtomicUsize::new(0),
             sent: Default::default(),
+            moves: Mutex::default(),
         }
     }
 
@@ -152,6 +174,16 @@ impl RankLink {
         }
     }
 
+    /// How experts changed their seats.
+    pub fn moves(&self) -> ExpertMoves {
+        *self.moves.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts changes of seats.
+    pub(crate) fn count_moves(&self, count: impl FnOnce(&mut ExpertMoves)) {
+        count(&mut self.moves.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
     /// Counts parts of an exchange, in the order of ranks, but what a rank sends itself.
     pub(crate) fn count(&self, what: Sent, parts: impl Iterator<Item = usize>) {
         let others = parts
@@ -170,6 +202,21 @@ impl RankLink {
     /// See [`Self::pad_rows`]; 0: none.
     pub(crate) fn padded_rows(&self) -> usize {
         self.padded_rows.load(Ordering::Relaxed)
+    }
+
+    /// Adds up what the ranks of a node need in memory, for the largest part of any rank, and the least that any of them
+    /// sees available: `(needed, available)` in bytes, the same on all ranks. To be called before weights are read, by
+    /// all; none goes on before all have come.
+    ///
+    /// # Errors
+    /// As [`Exchange::reduce`].
+    pub fn add_up_memory(&self, needed: u64, available: u64) -> Result<(u64, u64), ExchangeError> {
+        let mut values = [needed, available];
+        let ops = [Combine::Max, Combine::Min];
+        self.open()
+            .reduce(self.place(MEMORY_TAG), &ops, &mut values)?;
+        let here = self.ranks / self.nodes.max(1);
+        Ok((values[0].saturating_mul(here.into()), values[1]))
     }
 
     /// Begins the next turn: places are counted from here.

@@ -27,7 +27,7 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
 use files::ModelFiles;
 pub use files::model_texts;
-use seats::{SeatBytes, seating, spread};
+use seats::{SeatBytes, exchange_bytes, seating, spread};
 
 /// Version of what a KV unit holds: `block_size` rows, token-major. With latent attention a row is
 /// `[latent | key]`, the key rotated in interleaved pairs; with grouped queries it is `[keys of all heads |
@@ -129,7 +129,8 @@ pub struct CheckedModel {
     pub shared_bytes: u64,
     /// Bytes of weights to be read from files.
     pub file_bytes: u64,
-    /// Bytes of the largest step's buffers, of log-probabilities of prompts, and of experts on their way.
+    /// Bytes of the largest step's buffers, of log-probabilities of prompts, of rows and outputs of other ranks, and of
+    /// experts on their way.
     pub workspace_bytes: u64,
     /// Bytes that packing the weights takes for a while, before there are workspace and KV.
     pub loading_bytes: u64,
@@ -308,6 +309,11 @@ pub fn check(dir: &Path, options: &LoadOptions<'_>) -> Result<CheckedModel, Mode
         .workspace_bytes(&step_size(&config, options))
         .saturating_add(most_score_bytes(max_model_len, options.max_num_seqs))
         .saturating_add(seats.moving)
+        .saturating_add(
+            spread
+                .as_ref()
+                .map_or(0, |spread| exchange_bytes(&config, spread)),
+        )
         .saturating_add(options.beside);
     let loading_bytes = match shared_bytes {
         0 => packing.loading_bytes(&specs, &checkpoint, options.threads),
@@ -383,6 +389,13 @@ pub fn load(dir: &Path, options: &LoadOptions<'_>) -> Result<LoadedModel, ModelE
 }
 
 impl CheckedModel {
+    /// Bytes that this process will take: of weights, workspace and KV, or while it loads.
+    pub fn needed_bytes(&self) -> u64 {
+        let weights = self.weight_bytes.saturating_sub(self.shared_bytes);
+        let serving = self.workspace_bytes.saturating_add(self.kv_bytes);
+        weights.saturating_add(serving.max(self.loading_bytes))
+    }
+
     /// Reads the weights and makes the executor. `options` are those of the check.
     ///
     /// # Errors

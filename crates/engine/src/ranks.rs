@@ -31,7 +31,8 @@ pub struct Turn {
     pub decision: Decision,
     /// Rows that this rank computed; without any it ran a dummy step if there was one.
     pub rows: usize,
-    /// Some rank has requests, or said that it expects some.
+    /// Some rank has something to do, or said that it expects it. Requests that wait for KV, or for blocks that are held,
+    /// are nothing to do until that has come.
     pub busy: bool,
 }
 
@@ -73,13 +74,18 @@ impl RankEngine {
         &mut self.engine
     }
 
+    /// The ways to the other ranks, for what is counted there.
+    pub fn link(&self) -> &Arc<RankLink> {
+        &self.link
+    }
+
     /// Turns that were steps.
     pub fn steps(&self) -> u64 {
         self.phases.steps()
     }
 
     /// One turn of all ranks, which each calls as often. `now` is in the unit of [`PhasePolicy::longest_wait`];
-    /// `expects` says that this rank will get requests that it has not yet. What came out is in `out`.
+    /// `expects` says that this rank will have something to do that it has not yet. What came out is in `out`.
     ///
     /// # Errors
     /// The ranks cannot be reached, do not agree, or this one's step failed. The engine cannot go on.
@@ -94,7 +100,7 @@ impl RankEngine {
         let report = self.phases.report(&hint, self.waiting.age(now, &hint));
         let mut numbers = [0; NUMBERS];
         numbers[..WIRE_LEN].copy_from_slice(&report);
-        numbers[WIRE_LEN] = u64::from(expects || !self.engine.is_idle());
+        numbers[WIRE_LEN] = u64::from(expects || self.engine.has_work());
         let place = self.link.place(TAG);
         self.link.open().reduce(place, &self.ops, &mut numbers)?;
         let [reduced @ .., busy] = numbers;
@@ -134,7 +140,8 @@ pub fn generate_together(
     loop {
         run.fill(&mut rank.engine, concurrency)?;
         // Without a clock prompts do not age: no policy holds them back for ever, since others end.
-        let turn = rank.turn(0, run.waits(), &mut out)?;
+        let expects = run.waits() || run.open() > 0;
+        let turn = rank.turn(0, expects, &mut out)?;
         for event in out.drain_events() {
             run.take(event, &mut each);
         }

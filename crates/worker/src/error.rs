@@ -37,7 +37,7 @@ pub enum ServeError {
 }
 
 /// What an exit code says about a [`ServeError`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum ExitClass {
     /// Flags, keys or model must change.
     Config,

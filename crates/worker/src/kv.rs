@@ -1,39 +1,117 @@
 //! The KV side of requests: prompts read from prefill instances, prompts kept for decode instances.
 
-use crate::engine::{EngineHandle, Fetch, HeldBlocks};
-use crate::handoff::{self, Exporter, FetchReport, Importer};
+use crate::engine::{Command, EngineHandle, Fetch, HeldBlocks};
+use crate::handoff::{self, Exporter, FetchReport, Importer, Judge};
 use crate::metrics::KvMetrics;
+use crate::rank::{HandoffStats, Lease, News};
 use parking_lot::Mutex;
 use std::collections::HashMap;
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
-use tokio::sync::{Notify, mpsc};
+use std::time::Duration;
+use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinSet;
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use twinfer_config::KvLoadFailurePolicy;
 use twinfer_engine::{KvOutcome, RequestId};
 use twinfer_http::InFlight;
-use twinfer_protocol::{ApiError, BlockId, ErrorKind, KvRelease, KvTransferParams, TokenId};
+use twinfer_protocol::{ApiError, BlockId, Epoch, ErrorKind, KvRelease, KvTransferParams, TokenId};
+
+/// A rank answers for its KV within this time, sealing a long prompt included.
+const RANK_ANSWER: Duration = Duration::from_secs(30);
+
+/// Requests whose KV is held, each keeping the drain waiting.
+pub(crate) type Held = Arc<Mutex<HashMap<RequestId, InFlight>>>;
 
 /// Both directions of an instance's handoff, as far as its role has them.
 #[derive(Debug)]
 pub(crate) struct Handoff {
-    pub(crate) exporter: Option<Exporter>,
-    pub(crate) importer: Option<Importer>,
-    /// Requests whose KV is held, each keeping the drain waiting.
-    held: Arc<Mutex<HashMap<RequestId, InFlight>>>,
+    way: Way,
+    held: Held,
+}
+
+#[derive(Debug)]
+enum Way {
+    /// The KV is in this process.
+    Here {
+        exporter: Option<Exporter>,
+        importer: Option<Importer>,
+    },
+    Ranks(RankHandoff),
+}
+
+/// Handoff of an instance whose ranks are processes, each with its own KV channel: the front judges handles and passes
+/// them on, the ranks move the bytes.
+#[derive(Debug)]
+pub(crate) struct RankHandoff {
+    pub(crate) engine: EngineHandle,
+    /// What the first rank said of itself, if KV is handed out.
+    pub(crate) addr: Option<String>,
+    /// Of the instance; see [`rank_epoch`].
+    pub(crate) epoch: Epoch,
+    pub(crate) ranks: u32,
+    /// If KV is taken in.
+    pub(crate) judge: Option<Judge>,
+    pub(crate) ledger: Arc<RankLedger>,
+}
+
+/// What the front knows of its ranks' handoff.
+#[derive(Debug)]
+pub(crate) struct RankLedger {
+    held: Held,
+    stats: Mutex<Vec<HandoffStats>>,
+    metrics: KvMetrics,
+}
+
+/// Whom the handoff tells what happens.
+pub(crate) trait Listener: Clone + Send + Sync + 'static {
+    /// A fetch or its cancellation ended so: the blocks are not touched any more.
+    fn kv_loaded(&self, id: RequestId, outcome: KvOutcome);
+    /// Nobody reads the KV that this request left any more.
+    fn freed(&self, id: RequestId);
+    /// A fetch ended: after so many seconds if it went well.
+    fn fetched(&self, ended: Result<f64, ApiError>);
+}
+
+/// The engine of this process listens.
+#[derive(Clone)]
+pub(crate) struct OwnEngine {
+    pub(crate) engine: EngineHandle,
+    pub(crate) metrics: KvMetrics,
+    pub(crate) held: Held,
+}
+
+/// The incarnation that a rank's handles name: each rank of an instance has its own, so that a handle says whose KV it
+/// stands for.
+pub(crate) fn rank_epoch(instance: Epoch, rank: u32) -> Epoch {
+    Epoch(instance.0.wrapping_add(rank.into()))
 }
 
 /// A prompt whose KV a prefill instance holds, claimed by one HTTP request. Whatever happens to the
 /// request, the KV is read or released.
 #[derive(Debug)]
 pub(crate) struct Claim {
-    claim: handoff::Claim,
+    holder: Holder,
     /// As prefill tokenised it.
     given: Option<Arc<[TokenId]>>,
     /// What the request computes with: the above, or its own tokens.
     prompt: OnceLock<Arc<[TokenId]>>,
     prefill_cached: u32,
+}
+
+/// Who has a claim.
+#[derive(Debug)]
+enum Holder {
+    Here(handoff::Claim),
+    /// A rank that is a process of its own, once it was handed over.
+    Rank {
+        /// As JSON, without the prompt.
+        handle: String,
+        engine: EngineHandle,
+        handed: AtomicBool,
+    },
 }
 
 /// What a prefill leg leaves for a decode instance.
@@ -47,47 +125,69 @@ pub(crate) struct Left {
 }
 
 /// Runs the fetches that the engine asks for.
-pub(crate) struct Fetcher {
-    pub(crate) engine: EngineHandle,
+pub(crate) struct Fetcher<L> {
+    pub(crate) listener: L,
     pub(crate) policy: KvLoadFailurePolicy,
-    pub(crate) metrics: KvMetrics,
 }
 
 impl Handoff {
-    pub(crate) fn new(exporter: Option<Exporter>, importer: Option<Importer>) -> Self {
+    /// Of an engine in this process.
+    pub(crate) fn new(exporter: Option<Exporter>, importer: Option<Importer>, held: Held) -> Self {
         Self {
-            exporter,
-            importer,
-            held: Arc::default(),
+            way: Way::Here { exporter, importer },
+            held,
         }
     }
 
-    /// Where peers read KV; none if nothing is handed over.
+    /// Of ranks that are processes.
+    pub(crate) fn of_ranks(ranks: RankHandoff) -> Self {
+        Self {
+            held: Arc::clone(&ranks.ledger.held),
+            way: Way::Ranks(ranks),
+        }
+    }
+
+    /// Where peers read KV, of the first rank; none if nothing is handed over.
     pub(crate) fn addr(&self) -> Option<String> {
-        self.exporter.as_ref().map(Exporter::addr)
+        match &self.way {
+            Way::Here { exporter, .. } => exporter.as_ref().map(Exporter::addr),
+            Way::Ranks(ranks) => ranks.addr.clone(),
+        }
     }
 
     /// Judges a decode leg's parameters and takes the KV they name into use. Opens no connection.
     ///
     /// Errors: a field is wrong, the peer is not allowed, the shape differs.
     pub(crate) fn claim(&self, mut params: KvTransferParams) -> Result<Arc<Claim>, ApiError> {
-        let importer = self.importer.as_ref().ok_or_else(|| {
-            ApiError::new(ErrorKind::Internal, "this instance has no importer of KV")
-        })?;
-        let handle = importer.check(&params)?;
+        let none = || ApiError::new(ErrorKind::Internal, "this instance has no importer of KV");
         let given = params.prompt_token_ids.take();
-        let claim = importer.claim(handle);
+        let holder = match &self.way {
+            Way::Here { importer, .. } => {
+                let importer = importer.as_ref().ok_or_else(none)?;
+                Holder::Here(importer.claim(importer.check(&params)?))
+            }
+            Way::Ranks(ranks) => {
+                ranks.judge.as_ref().ok_or_else(none)?.check(&params)?;
+                Holder::Rank {
+                    handle: serde_json::to_string(&params).map_err(|error| unreadable(&error))?,
+                    engine: ranks.engine.clone(),
+                    handed: AtomicBool::new(false),
+                }
+            }
+        };
         // From here on every way out releases.
-        if given.as_ref().is_some_and(Vec::is_empty) {
+        let prefill_cached = params.remote_prefill_cached_tokens.unwrap_or(0);
+        let claim = Claim {
+            holder,
+            given: given.map(Into::into),
+            prompt: OnceLock::new(),
+            prefill_cached,
+        };
+        if claim.given.as_ref().is_some_and(|given| given.is_empty()) {
             let name = "kv_transfer_params.prompt_token_ids";
             return Err(ApiError::invalid(name, format!("{name} is empty")));
         }
-        Ok(Arc::new(Claim {
-            claim,
-            given: given.map(Into::into),
-            prompt: OnceLock::new(),
-            prefill_cached: params.remote_prefill_cached_tokens.unwrap_or(0),
-        }))
+        Ok(Arc::new(claim))
     }
 
     /// Leases the KV that a finished request left and returns the handle for its answer. `guard` keeps
@@ -100,68 +200,214 @@ impl Handoff {
         prompt: &[TokenId],
         guard: Option<InFlight>,
     ) -> Result<KvTransferParams, ApiError> {
-        let exporter = self.exporter.as_ref().ok_or_else(|| {
-            ApiError::new(ErrorKind::Internal, "this instance has no exporter of KV")
-        })?;
         let Left {
             held,
             last_token,
             cached,
         } = left;
         let (id, kv) = (held.id, held.kv.clone());
-        if let Some(guard) = guard {
-            self.held.lock().insert(id, guard);
-        }
-        held.keep();
-        let mut params = exporter.register(id, kv, prompt, last_token).await?;
+        let mut params = match &self.way {
+            Way::Here { exporter, .. } => {
+                let none = "this instance has no exporter of KV";
+                let none = || ApiError::new(ErrorKind::Internal, none);
+                let exporter = exporter.as_ref().ok_or_else(none)?;
+                self.keep(held, guard);
+                exporter.register(id, kv, prompt, last_token).await?
+            }
+            Way::Ranks(ranks) => {
+                let lease = Lease {
+                    id,
+                    kv,
+                    prompt: prompt.to_vec(),
+                    last_token,
+                };
+                let rank = held.rank;
+                self.keep(held, guard);
+                ranks.lease(rank, lease).await?
+            }
+        };
         params.remote_prefill_cached_tokens = Some(cached);
         Ok(params)
     }
 
+    /// The blocks are the exporter's from now on.
+    fn keep(&self, blocks: HeldBlocks, guard: Option<InFlight>) {
+        if let Some(guard) = guard {
+            self.held.lock().insert(blocks.id, guard);
+        }
+        blocks.keep();
+    }
+
     /// Takes over the connector's numbers.
     pub(crate) fn publish(&self, metrics: &KvMetrics) {
-        metrics.publish(
-            self.exporter.as_ref().map(Exporter::stats),
-            self.importer.as_ref().map(Importer::stats),
-        );
+        match &self.way {
+            Way::Here { exporter, importer } => metrics.publish(
+                exporter.as_ref().map(Exporter::stats),
+                importer.as_ref().map(Importer::stats),
+            ),
+            Way::Ranks(ranks) => {
+                let HandoffStats { exporter, importer } =
+                    HandoffStats::total(&ranks.ledger.stats.lock());
+                metrics.publish(exporter, importer);
+            }
+        }
     }
 
     /// Ends a lease early; idempotent.
-    pub(crate) fn release(&self, release: &KvRelease) -> handoff::ReleaseOutcome {
-        match &self.exporter {
-            Some(exporter) => exporter.release(release),
-            None => handoff::ReleaseOutcome::Unknown,
+    ///
+    /// Errors: the instance cannot go on.
+    pub(crate) async fn release(
+        &self,
+        release: KvRelease,
+    ) -> Result<handoff::ReleaseOutcome, ApiError> {
+        match &self.way {
+            Way::Here { exporter, .. } => Ok(match exporter {
+                Some(exporter) => exporter.release(&release),
+                None => handoff::ReleaseOutcome::Unknown,
+            }),
+            Way::Ranks(ranks) => ranks.release(release).await,
+        }
+    }
+}
+
+/// Tells `listener` whose blocks are free whenever `freed` says that there are some.
+pub(crate) async fn give_back(
+    exporter: Exporter,
+    listener: impl Listener,
+    freed: Arc<Notify>,
+    stop: CancellationToken,
+) {
+    loop {
+        let notified = freed.notified();
+        for id in exporter.take_freed() {
+            listener.freed(id);
+        }
+        tokio::select! {
+            () = notified => {}
+            () = stop.cancelled() => return,
+        }
+    }
+}
+
+impl RankHandoff {
+    async fn lease(&self, rank: u32, lease: Lease) -> Result<KvTransferParams, ApiError> {
+        let (reply, answer) = oneshot::channel();
+        self.engine.push(Command::Lease {
+            rank,
+            lease: Box::new(lease),
+            reply,
+        });
+        let handle = self.answered(answer).await??;
+        serde_json::from_str(&handle).map_err(|error| unreadable(&error))
+    }
+
+    async fn release(&self, release: KvRelease) -> Result<handoff::ReleaseOutcome, ApiError> {
+        let epochs = 0..self.ranks;
+        let rank = epochs
+            .into_iter()
+            .find(|rank| rank_epoch(self.epoch, *rank) == release.epoch);
+        let Some(rank) = rank else {
+            return Ok(handoff::ReleaseOutcome::Unknown);
+        };
+        let (reply, answer) = oneshot::channel();
+        self.engine.push(Command::EndLease {
+            rank,
+            release,
+            reply: Some(reply),
+        });
+        self.answered(answer).await
+    }
+
+    /// What a rank answers; it does not wait for a step.
+    async fn answered<T>(&self, answer: oneshot::Receiver<T>) -> Result<T, ApiError> {
+        tokio::select! {
+            answer = timeout(RANK_ANSWER, answer) => match answer {
+                Ok(answer) => answer.map_err(|_| self.engine.failure()),
+                Err(_) => Err(ApiError::new(
+                    ErrorKind::Internal,
+                    format!("a rank has not answered for {} s", RANK_ANSWER.as_secs()),
+                )),
+            },
+            () = self.engine.failed() => Err(self.engine.failure()),
+        }
+    }
+}
+
+impl RankLedger {
+    pub(crate) fn new(ranks: u32, metrics: KvMetrics) -> Self {
+        Self {
+            held: Held::default(),
+            stats: Mutex::new(vec![HandoffStats::default(); ranks as usize]),
+            metrics,
         }
     }
 
-    /// Gives blocks back to the engine whenever `freed` says that there are some.
-    pub(crate) async fn give_back(
-        exporter: Exporter,
-        engine: EngineHandle,
-        held: Arc<Mutex<HashMap<RequestId, InFlight>>>,
-        freed: Arc<Notify>,
-        stop: CancellationToken,
-    ) {
-        loop {
-            let notified = freed.notified();
-            for id in exporter.take_freed() {
-                engine.release_held(id);
-                held.lock().remove(&id);
+    /// Takes in what a rank says of its handoff.
+    pub(crate) fn hear(&self, rank: u32, news: News) {
+        match news {
+            News::Freed(id) => {
+                self.held.lock().remove(&id);
             }
-            tokio::select! {
-                () = notified => {}
-                () = stop.cancelled() => return,
+            News::Fetched(Ok(seconds)) => self.metrics.seconds.observe(seconds),
+            News::Fetched(Err(error)) => self.metrics.failure(&error),
+            News::Handoff(stats) => {
+                if let Some(own) = self.stats.lock().get_mut(rank as usize) {
+                    *own = *stats;
+                }
             }
+            _ => {}
         }
     }
+}
 
-    /// For [`Self::give_back`].
-    pub(crate) fn held(&self) -> Arc<Mutex<HashMap<RequestId, InFlight>>> {
-        Arc::clone(&self.held)
+impl Listener for OwnEngine {
+    fn kv_loaded(&self, id: RequestId, outcome: KvOutcome) {
+        self.engine.kv_loaded(id, outcome);
+    }
+
+    fn freed(&self, id: RequestId) {
+        self.engine.release_held(0, id);
+        self.held.lock().remove(&id);
+    }
+
+    fn fetched(&self, ended: Result<f64, ApiError>) {
+        match ended {
+            Ok(seconds) => self.metrics.seconds.observe(seconds),
+            Err(error) => self.metrics.failure(&error),
+        }
     }
 }
 
 impl Claim {
+    /// Takes a handle into use that another process has judged and passed on; for a request of this prompt.
+    ///
+    /// Errors: as [`Handoff::claim`].
+    pub(crate) fn passed_on(
+        importer: &Importer,
+        handle: &str,
+        prompt: &Arc<[TokenId]>,
+    ) -> Result<Self, ApiError> {
+        let params = serde_json::from_str(handle).map_err(|error| unreadable(&error))?;
+        Ok(Self {
+            holder: Holder::Here(importer.claim(importer.check(&params)?)),
+            given: None,
+            prompt: OnceLock::from(Arc::clone(prompt)),
+            prefill_cached: 0,
+        })
+    }
+
+    /// The handle, as JSON, for a rank that is a process of its own and answers for it from now on; none where this
+    /// process does.
+    pub(crate) fn hand_over(&self) -> Option<String> {
+        match &self.holder {
+            Holder::Here(_) => None,
+            Holder::Rank { handle, handed, .. } => {
+                let first = !handed.swap(true, Ordering::Relaxed);
+                first.then(|| handle.clone())
+            }
+        }
+    }
+
     /// The prompt as prefill tokenised it, if it said so.
     pub(crate) fn prompt(&self) -> Option<Arc<[TokenId]>> {
         self.given.clone()
@@ -185,11 +431,40 @@ impl Claim {
         let prompt = self.prompt.get().ok_or_else(|| {
             ApiError::new(ErrorKind::Internal, "the prompt of a KV fetch is not known")
         })?;
-        self.claim.fetch(prompt, blocks, positions).await
+        match &self.holder {
+            Holder::Here(claim) => claim.fetch(prompt, blocks, positions).await,
+            Holder::Rank { .. } => Err(ApiError::new(
+                ErrorKind::Internal,
+                "a rank's KV is not fetched by its front",
+            )),
+        }
     }
 }
 
-impl Fetcher {
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if let Holder::Rank {
+            handle,
+            engine,
+            handed,
+        } = &mut self.holder
+            && !*handed.get_mut()
+        {
+            engine.push(Command::Disclaim {
+                handle: std::mem::take(handle),
+            });
+        }
+    }
+}
+
+fn unreadable(error: &serde_json::Error) -> ApiError {
+    ApiError::new(
+        ErrorKind::Internal,
+        format!("a handle of KV cannot be passed on: {error}"),
+    )
+}
+
+impl<L: Listener> Fetcher<L> {
     /// Works until `stop`; fetches that run then are dropped.
     pub(crate) async fn run(self, mut fetches: mpsc::Receiver<Fetch>, stop: CancellationToken) {
         let mut running = JoinSet::new();
@@ -221,7 +496,7 @@ impl Fetcher {
                     Some(Fetch::Cancel { id }) => match by_request.get(&id) {
                         Some(cancel) => cancel.cancel(),
                         // It has ended and said so; the engine ignores a second answer.
-                        None => self.engine.kv_loaded(id, KvOutcome::Recompute),
+                        None => self.listener.kv_loaded(id, KvOutcome::Recompute),
                     },
                     None => return,
                 }
@@ -237,11 +512,9 @@ impl Fetcher {
         positions: Range<u32>,
         cancel: CancellationToken,
     ) -> impl Future<Output = ()> + Send + 'static {
-        let (engine, policy, metrics) = (self.engine.clone(), self.policy, self.metrics.clone());
         let reporter = Self {
-            engine,
-            policy,
-            metrics,
+            listener: self.listener.clone(),
+            policy: self.policy,
         };
         async move {
             // A fetch that is cancelled is dropped, with its hold on the blocks, before the answer.
@@ -253,7 +526,7 @@ impl Fetcher {
             drop(claim);
             match fetched {
                 Some(fetched) => reporter.report(id, fetched),
-                None => reporter.engine.kv_loaded(id, KvOutcome::Recompute),
+                None => reporter.listener.kv_loaded(id, KvOutcome::Recompute),
             }
         }
     }
@@ -261,11 +534,11 @@ impl Fetcher {
     fn report(&self, id: RequestId, fetched: Result<FetchReport, ApiError>) {
         let outcome = match fetched {
             Ok(report) => {
-                self.metrics.seconds.observe(report.seconds);
+                self.listener.fetched(Ok(report.seconds));
                 KvOutcome::Loaded
             }
             Err(error) => {
-                self.metrics.failure(&error);
+                self.listener.fetched(Err(error.clone()));
                 tracing::warn!(request = id.0, %error, policy = ?self.policy, "KV handoff failed");
                 match self.policy {
                     KvLoadFailurePolicy::Fail => KvOutcome::Failed(error),
@@ -273,6 +546,6 @@ impl Fetcher {
                 }
             }
         };
-        self.engine.kv_loaded(id, outcome);
+        self.listener.kv_loaded(id, outcome);
     }
 }

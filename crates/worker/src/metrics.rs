@@ -83,13 +83,40 @@ pub(crate) struct EngineMetrics {
     cache_queries: Counter,
     cache_hits: Counter,
     drafts: Drafts,
-    rank_steps: Family<RankLabels, Counter>,
+    ranks: RankMetrics,
+}
+
+/// What ranks count of themselves, each under its own label.
+#[derive(Clone, Debug)]
+struct RankMetrics {
+    steps: Family<RankLabels, Counter>,
+    sent: Family<SentLabels, Counter>,
+    moves: Family<RankLabel, Counter>,
+    plans: Counter,
+    layers: Counter,
+    balance: Family<BalanceLabels, Gauge>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct RankLabels {
     rank: u32,
     phase: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct RankLabel {
+    rank: u32,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct SentLabels {
+    rank: u32,
+    what: &'static str,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct BalanceLabels {
+    placement: &'static str,
 }
 
 /// Speculation, by place in a round where that is told.
@@ -378,10 +405,7 @@ impl EngineMetrics {
                 "Prompt tokens that were found in the prefix cache",
             ),
             drafts: Drafts::new(registry, &labels),
-            rank_steps: registry.counters(
-                "twinfer_rank_steps",
-                "Steps of a rank among others, by what it did in them; dummy: nothing but to take part",
-            ),
+            ranks: RankMetrics::new(registry),
         }
     }
 
@@ -428,11 +452,7 @@ impl EngineMetrics {
 
     /// What a rank among others did since `old`.
     pub(crate) fn publish_rank(&self, rank: u32, old: &RankStats, new: &RankStats) {
-        for ((phase, new), (_, old)) in new.turns.named().into_iter().zip(old.turns.named()) {
-            self.rank_steps
-                .get_or_create(&RankLabels { rank, phase })
-                .inc_by(new.saturating_sub(old));
-        }
+        self.ranks.publish(rank, old, new);
     }
 
     /// Gauges of `new`, and what was counted since `old`.
@@ -470,6 +490,69 @@ impl EngineMetrics {
         self.cache_hits
             .inc_by(new.cache_hits.saturating_sub(old.cache_hits));
         self.drafts.publish(&old.speculation, &new.speculation);
+    }
+}
+
+impl RankMetrics {
+    fn new(registry: &Metrics) -> Self {
+        Self {
+            steps: registry.counters(
+                "twinfer_rank_steps",
+                "Steps of a rank among others, by what it did in them; dummy: nothing but to take part",
+            ),
+            sent: registry.counters(
+                "twinfer_rank_sent_bytes",
+                "Bytes that a rank sent to others: rows for their experts, outputs of its own, weights of experts that moved",
+            ),
+            moves: registry.counters(
+                "twinfer_expert_moves",
+                "Seats of a rank that got another expert",
+            ),
+            plans: registry.counter(
+                "twinfer_expert_plans",
+                "Times that all ranks derived the experts' seats from their loads",
+            ),
+            layers: registry.counter(
+                "twinfer_expert_layer_moves",
+                "Layers whose experts changed their seats",
+            ),
+            balance: registry.gauges(
+                "twinfer_expert_balance_permille",
+                "Rows of the fullest rank over those of a mean one, in thousandths, in the worst layer, by the loads of the last plan",
+            ),
+        }
+    }
+
+    fn publish(&self, rank: u32, old: &RankStats, new: &RankStats) {
+        for ((phase, new), (_, old)) in new.turns.named().into_iter().zip(old.turns.named()) {
+            self.steps
+                .get_or_create(&RankLabels { rank, phase })
+                .inc_by(new.saturating_sub(old));
+        }
+        for (what, new, old) in [
+            ("rows", new.sent.rows, old.sent.rows),
+            ("outputs", new.sent.outputs, old.sent.outputs),
+            ("weights", new.sent.weights, old.sent.weights),
+        ] {
+            self.sent
+                .get_or_create(&SentLabels { rank, what })
+                .inc_by(new.saturating_sub(old));
+        }
+        let (new, old) = (new.moves, old.moves);
+        self.moves
+            .get_or_create(&RankLabel { rank })
+            .inc_by(new.seats.saturating_sub(old.seats));
+        if rank > 0 {
+            return;
+        }
+        // The rest is the same on all ranks.
+        self.plans.inc_by(new.plans.saturating_sub(old.plans));
+        self.layers.inc_by(new.layers.saturating_sub(old.layers));
+        for (placement, balance) in [("before", new.balance_before), ("after", new.balance_after)] {
+            self.balance
+                .get_or_create(&BalanceLabels { placement })
+                .set((balance * 1000.0).round() as i64);
+        }
     }
 }
 

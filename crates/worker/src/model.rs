@@ -6,10 +6,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use twinfer_config::ranges::THREADS;
 use twinfer_config::{FlagError, Quantization, ServeConfig};
+use twinfer_engine::eplb::EplbOptions;
 use twinfer_engine::exchange::RankLink;
+use twinfer_engine::placement::check_spread;
 use twinfer_engine::{
-    CheckedModel, KvMemory, LoadOptions, ModelError, Sharing, default_share_dir, hub_revision,
-    model_texts,
+    CheckedModel, KvMemory, LoadOptions, ModelError, ModelOutline, Sharing, default_share_dir,
+    hub_revision, model_texts,
 };
 use twinfer_text::{ChatTemplate, TemplateState, Tokenizer};
 
@@ -116,6 +118,9 @@ pub(crate) fn load(
         "model checked"
     );
     fits(config, &checked)?;
+    if let Some(link) = link {
+        together(link, &checked)?;
+    }
     options.tokenizer_hash = tokenizer.content_hash().to_owned();
     let loaded = checked.load(&options).map_err(refused)?;
     // What only the values of the weights show.
@@ -137,6 +142,21 @@ pub(crate) fn load(
         max_model_len: u32::try_from(loaded.max_model_len).unwrap_or(u32::MAX),
         defaults,
     })
+}
+
+/// What the ranks of a node need together must be there: each alone has counted all of it for itself.
+fn together(link: &RankLink, checked: &CheckedModel) -> Result<(), ServeError> {
+    let (needed, available) = link
+        .add_up_memory(checked.needed_bytes(), checked.available_bytes)
+        .map_err(|error| ServeError::Model(format!("ranks: {error}")))?;
+    if needed <= available {
+        return Ok(());
+    }
+    Err(ServeError::Model(format!(
+        "the ranks of a node need {needed} bytes of memory together, {available} are available; each needs up to {} for \
+         weights, {} for workspace and {} for KV: lower kv-cache-memory, max-num-batched-tokens or dp",
+        checked.weight_bytes, checked.workspace_bytes, checked.kv_bytes
+    )))
 }
 
 /// The length that was asked for must fit the KV: a request of that length would be refused otherwise.
@@ -176,7 +196,7 @@ pub fn check_model_config(config: &ServeConfig) -> Result<(), ServeError> {
         return Err(FlagError::new("kv-cache-memory", format!("{text:?}"), allowed).into());
     }
     match outline? {
-        Ok(_) => Ok(()),
+        Ok(outline) => spreads(config, &outline),
         Err(ModelError::Option {
             field,
             value,
@@ -187,6 +207,46 @@ pub fn check_model_config(config: &ServeConfig) -> Result<(), ServeError> {
         }
         Err(error) => Err(ServeError::Model(error.to_string())),
     }
+}
+
+/// Can the model's experts be spread over the ranks as `config` says?
+fn spreads(config: &ServeConfig, outline: &ModelOutline) -> Result<(), ServeError> {
+    let redundant = config.num_redundant_experts.unwrap_or(0);
+    let given = [
+        (
+            "moe-comm",
+            config.moe_comm.map(|comm| comm.as_str().to_owned()),
+        ),
+        ("eplb-interval", config.eplb_interval.map(|n| n.to_string())),
+        (
+            "eplb-after-prefill",
+            config.eplb_after_prefill.then(|| "true".to_owned()),
+        ),
+        (
+            "num-redundant-experts",
+            config.num_redundant_experts.map(|n| n.to_string()),
+        ),
+    ];
+    let (Some(moe), 2..) = (&outline.config.moe, config.dp) else {
+        let given = given
+            .into_iter()
+            .find_map(|(flag, value)| Some((flag, value?)));
+        return match given {
+            Some((flag, value)) if outline.config.moe.is_none() => {
+                let allowed = "the model has no experts: leave it out";
+                Err(FlagError::new(flag, value, allowed).into())
+            }
+            _ => Ok(()),
+        };
+    };
+    let experts = u32::try_from(moe.experts).unwrap_or(u32::MAX);
+    check_spread(experts, redundant, config.dp).map_err(|error| {
+        let (flag, value) = match redundant {
+            0 => ("dp", config.dp),
+            _ => ("num-redundant-experts", redundant),
+        };
+        FlagError::new(flag, value, error.message).into()
+    })
 }
 
 /// The directory or file that is served.
@@ -232,6 +292,13 @@ fn options(config: &ServeConfig) -> Result<LoadOptions<'static>, ServeError> {
         share: config.share_weights.then(default_share_dir),
         max_drafts: config.num_speculative_tokens as usize,
         beside: answer_bytes().saturating_add(BodyPlan::new(config.max_body_bytes).bytes),
+        moe_comm: config.moe_comm.unwrap_or_default(),
+        eplb: EplbOptions {
+            interval: config.eplb_interval.unwrap_or(0).into(),
+            after_prefill: config.eplb_after_prefill,
+            redundant: config.num_redundant_experts.unwrap_or(0),
+            forced: false,
+        },
         ..LoadOptions::default()
     })
 }

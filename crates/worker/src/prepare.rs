@@ -158,13 +158,6 @@ fn leg(instance: &Instance, params: Option<KvTransferParams>) -> Result<Leg, Api
         None => Leg::Plain,
         Some(params) => match (params.do_remote_decode, params.do_remote_prefill) {
             (false, false) => Leg::Plain,
-            _ if instance.card.ranks > 1 => {
-                let message = format!(
-                    "this instance has {} ranks, which hand no KV over yet: it cannot be a leg of a pair",
-                    instance.card.ranks
-                );
-                return Err(ApiError::invalid(name, message));
-            }
             (true, true) => {
                 let message = "kv_transfer_params has both do_remote_decode and do_remote_prefill";
                 return Err(ApiError::invalid(name, message));

@@ -1,9 +1,47 @@
 //! The ways between the ranks of one instance, as the engine wants them.
 
+use std::io;
+use std::sync::Arc;
 use std::time::Duration;
-use twinfer_comm::{At, Collective, CommError, Group, Op, Parts, Route};
-use twinfer_engine::exchange::{Combine, Exchange, ExchangeError, Place};
+use twinfer_comm::{
+    At, Collective, CommError, Group, Op, Options, Parts, Route, in_process, start_up_test,
+};
+use twinfer_engine::exchange::{Combine, Exchange, ExchangeError, Place, RankLink};
 use twinfer_protocol::Epoch;
+
+/// Ranks that have read their weights wait so long for the slowest.
+pub(crate) const LOADING: Duration = Duration::from_secs(600);
+
+/// The links of ranks that are threads of this process, whose start-up test has passed: each for its own thread.
+///
+/// # Errors
+/// What the system reports; a number of ranks that is no group.
+pub fn ranks_in_process(ranks: u32) -> io::Result<Vec<Arc<RankLink>>> {
+    let options = Options::default();
+    let epoch = Epoch(1);
+    let groups = in_process(ranks, epoch, options)?;
+    let tested = std::thread::scope(|scope| {
+        let tests: Vec<_> = groups
+            .into_iter()
+            .map(|mut group| {
+                scope.spawn(move || {
+                    start_up_test(&mut group, epoch).map_err(io::Error::other)?;
+                    Ok(group)
+                })
+            })
+            .collect();
+        let ended = tests.into_iter().map(|test| test.join());
+        let panicked = |_| Err(io::Error::other("a start-up test panicked"));
+        ended
+            .map(|test| test.unwrap_or_else(panicked))
+            .collect::<io::Result<Vec<Group>>>()
+    });
+    let link = |group| {
+        let exchange = GroupExchange::new(group, options.patience, LOADING);
+        Arc::new(RankLink::new(Box::new(exchange)))
+    };
+    Ok(tested?.into_iter().map(link).collect())
+}
 
 /// A group of ranks whose engines step together.
 #[derive(Debug)]

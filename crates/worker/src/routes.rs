@@ -331,7 +331,7 @@ async fn kv_release(State(app): State<Arc<App>>, request: Request) -> Response {
         check_content_type(&parts.headers)?;
         let body = read_body(&parts.headers, body, RELEASE_BYTES, BODY_TIME).await?;
         let release: KvRelease = parse_json(&body)?;
-        let outcome = app.instance()?.handoff.release(&release);
+        let outcome = app.instance()?.handoff.release(release).await?;
         json(&value!({ "outcome": outcome }))
     };
     answered(&app, run.await)

@@ -3,10 +3,10 @@
 use crate::app::{App, Instance};
 use crate::engine::{EngineHandle, EngineParts, Fetch, Places, panic_text, run};
 use crate::handoff::{
-    BindError, Exporter, ExporterConfig, Importer, ImporterConfig, KvListener, Peer, PeerKey,
-    RENEWALS,
+    BindError, Exporter, ExporterConfig, Importer, ImporterConfig, Judge, KvListener, Peer,
+    PeerKey, RENEWALS,
 };
-use crate::kv::{Fetcher, Handoff};
+use crate::kv::{Fetcher, Handoff, Held, OwnEngine, RankHandoff, RankLedger, give_back};
 use crate::load::{LoadProgress, Model, WarmEngine, warm_up};
 use crate::model::{load_texts, warn_of_template};
 use crate::rank::{RankProgram, RankStart};
@@ -69,12 +69,21 @@ struct Up {
     defaults: SamplingDefaults,
     fingerprint: Fingerprint,
     max_len: u32,
-    /// None with several ranks: their KV is not in this process.
-    kv: Option<UpKv>,
+    kv: UpKv,
 }
 
 /// KV that can be handed over.
-struct UpKv {
+enum UpKv {
+    /// In this process.
+    Here(OwnKv),
+    /// In ranks that are processes.
+    Ranks {
+        addr: Option<String>,
+        ledger: Arc<RankLedger>,
+    },
+}
+
+struct OwnKv {
     fetches: mpsc::Receiver<Fetch>,
     geometry: KvGeometry,
     arena: Arc<BlockArena>,
@@ -154,7 +163,11 @@ where
             what: "HTTP (host, port)",
             reason: e.to_string(),
         })?;
-    let kv_listener = kv_listener(&config, peer_key.is_some()).await?;
+    // Ranks that are processes listen themselves.
+    let kv_listener = match config.dp {
+        0 | 1 => kv_listener(&config, peer_key.is_some()).await?,
+        _ => None,
+    };
     let addr = listener.addr();
     let name = config
         .name
@@ -345,7 +358,7 @@ fn engine_thread<L>(
             defaults,
             fingerprint,
             max_len,
-            kv: Some(UpKv {
+            kv: UpKv::Here(OwnKv {
                 fetches: receiver,
                 geometry,
                 arena,
@@ -366,12 +379,14 @@ fn ranks_thread(
         on_progress(progress);
     };
     let config = &app.config;
-    let started = load_texts(config).and_then(|texts| {
+    let checked = crate::check_model_config(config);
+    let started = checked.and_then(|()| load_texts(config)).and_then(|texts| {
         let start = RankStart {
             config,
             program,
             instance: &app.name,
             epoch: app.epoch,
+            peer_key: app.peer_key.as_ref().map(Secret::expose),
         };
         Ok((texts, crate::rank::start(&start, &progress)?))
     });
@@ -389,7 +404,10 @@ fn ranks_thread(
         block_size: config.block_size,
     };
     let (fingerprint, max_len) = (fleet.fingerprint.clone(), fleet.max_len);
-    fleet.run(places, &app.metrics.engine, |engine| {
+    let addr = fleet.kv_addr.clone();
+    let ledger = Arc::new(RankLedger::new(config.dp, app.metrics.kv.clone()));
+    let known = Arc::clone(&ledger);
+    fleet.run(places, &app.metrics.engine, &known, |engine| {
         let _ = sender.send(Ok(Up {
             engine,
             tokenizer: Arc::new(texts.tokenizer),
@@ -397,7 +415,7 @@ fn ranks_thread(
             defaults: texts.defaults,
             fingerprint,
             max_len,
-            kv: None,
+            kv: UpKv::Ranks { addr, ledger },
         }));
     });
 }
@@ -411,8 +429,19 @@ fn connect(
 ) -> Result<Arc<Instance>, ServeError> {
     let config = &app.config;
     let handoff = match up.kv {
-        Some(kv) => handoff(app, kv, &up.engine, &up.fingerprint, kv_listener, stop)?,
-        None => Handoff::new(None, None),
+        UpKv::Here(kv) => handoff(app, kv, &up.engine, &up.fingerprint, kv_listener, stop)?,
+        UpKv::Ranks { addr, ledger } => {
+            let judge = Judge::new(&config.pd_peers, app.peer_key.is_some(), config.block_size)
+                .map_err(|e| ServeError::Config(e.to_string()))?;
+            Handoff::of_ranks(RankHandoff {
+                engine: up.engine.clone(),
+                addr,
+                epoch: app.epoch,
+                ranks: config.dp,
+                judge: config.role.can_decode().then_some(judge),
+                ledger,
+            })
+        }
     };
     let kv_addr = handoff.addr();
     let limits = Limits {
@@ -449,7 +478,7 @@ fn connect(
 /// Both directions of the handoff of a rank in this process.
 fn handoff(
     app: &Arc<App>,
-    kv: UpKv,
+    kv: OwnKv,
     engine: &EngineHandle,
     fingerprint: &Fingerprint,
     kv_listener: Option<KvListener>,
@@ -500,28 +529,34 @@ fn handoff(
         app.tasks.spawn(keeper.run(stop.clone()));
         importer = Some(started);
     }
-    let fetcher = Fetcher {
+    let held = Held::default();
+    let listener = OwnEngine {
         engine: engine.clone(),
-        policy: config.kv_load_failure_policy,
         metrics: app.metrics.kv.clone(),
+        held: Arc::clone(&held),
+    };
+    let fetcher = Fetcher {
+        listener: listener.clone(),
+        policy: config.kv_load_failure_policy,
     };
     app.tasks.spawn(fetcher.run(kv.fetches, stop.clone()));
-    let handoff = Handoff::new(exporter.clone(), importer);
-    if let Some(exporter) = exporter {
-        let held = handoff.held();
-        app.tasks.spawn(Handoff::give_back(
-            exporter,
-            engine.clone(),
-            held,
-            freed,
-            stop.clone(),
-        ));
+    if let Some(exporter) = &exporter {
+        let exporter = exporter.clone();
+        app.tasks
+            .spawn(give_back(exporter, listener, freed, stop.clone()));
     }
-    Ok(handoff)
+    Ok(Handoff::new(exporter, importer, held))
 }
 
-async fn kv_listener(config: &ServeConfig, keyed: bool) -> Result<Option<KvListener>, ServeError> {
-    if !config.role.can_prefill() || config.dp > 1 {
+/// The KV channel of an engine in this process, on the port that `config` says; none for a role that hands nothing out.
+///
+/// # Errors
+/// The address cannot be listened on, or nobody could dial it.
+pub(crate) async fn kv_listener(
+    config: &ServeConfig,
+    keyed: bool,
+) -> Result<Option<KvListener>, ServeError> {
+    if !config.role.can_prefill() {
         return Ok(None);
     }
     // An instance that does both hands nothing over unless asked to: its HTTP address may be open to

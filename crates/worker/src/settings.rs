@@ -5,7 +5,6 @@ use twinfer_config::model::parse_bytes;
 use twinfer_config::{CoreSet, FlagError, MOST_SECONDS, ServeConfig};
 use twinfer_engine::EngineConfig;
 use twinfer_engine::phase::{Mixing, PhasePolicy, Threshold};
-use twinfer_protocol::Role;
 
 /// Milliseconds that prompts wait for a threshold unless told otherwise.
 const LONGEST_WAIT: u64 = 300;
@@ -113,12 +112,14 @@ impl Settings {
 
 /// What is allowed of ranks, and of flags that only ranks have.
 fn ranks(config: &ServeConfig) -> Result<(), ServeError> {
-    if config.dp > 1 && config.role != Role::Both {
+    let last = u32::from(config.kv_port) + config.dp - 1;
+    if config.kv_port > 0 && last > u32::from(u16::MAX) {
         let allowed = format!(
-            "1 is allowed for role {}: ranks hand no KV over yet; use role both",
-            config.role
+            "0 to {} are allowed: {} ranks listen on this port and those after it",
+            u32::from(u16::MAX) + 1 - config.dp,
+            config.dp
         );
-        return Err(FlagError::new("dp", config.dp, allowed).into());
+        return Err(FlagError::new("kv-port", config.kv_port, allowed).into());
     }
     let given = [
         ("prefill-chunk", config.prefill_chunk.map(u64::from)),
@@ -132,12 +133,28 @@ fn ranks(config: &ServeConfig) -> Result<(), ServeError> {
             "prefill-longest-wait",
             config.prefill_longest_wait.map(u64::from),
         ),
+        ("eplb-interval", config.eplb_interval.map(u64::from)),
+        (
+            "num-redundant-experts",
+            config.num_redundant_experts.map(u64::from),
+        ),
     ];
-    if config.dp == 1
-        && let Some((flag, Some(value))) = given.into_iter().find(|(_, value)| value.is_some())
-    {
-        let allowed = "it is for several ranks that step together: set dp above 1, or leave it out";
-        return Err(FlagError::new(flag, value, allowed).into());
+    if config.dp == 1 {
+        let numbers = given.into_iter().find_map(|(flag, value)| {
+            let value = value?.to_string();
+            Some((flag, value))
+        });
+        let comm = config
+            .moe_comm
+            .map(|comm| ("moe-comm", comm.as_str().to_owned()));
+        let prefill = config
+            .eplb_after_prefill
+            .then(|| ("eplb-after-prefill", "true".to_owned()));
+        if let Some((flag, value)) = numbers.or(comm).or(prefill) {
+            let allowed =
+                "it is for several ranks that step together: set dp above 1, or leave it out";
+            return Err(FlagError::new(flag, value, allowed).into());
+        }
     }
     Ok(())
 }

@@ -1,6 +1,8 @@
 //! What the matrices consist of.
 
 use std::path::PathBuf;
+use twinfer_config::MoeComm;
+use twinfer_engine::eplb::EplbOptions;
 use twinfer_engine::phase::PhasePolicy;
 use twinfer_it::{demo_model, repository};
 
@@ -57,6 +59,10 @@ pub(super) struct Together {
     pub(super) policy: PhasePolicy,
     /// Tokens proposed per step.
     pub(super) drafts: u32,
+    /// How rows come to the experts of other ranks.
+    pub(super) comm: MoeComm,
+    /// How experts change their seats.
+    pub(super) eplb: EplbOptions,
 }
 
 /// What the ranks of a cell are.
@@ -293,6 +299,22 @@ const RANK: Together = Together {
     chunk: 128,
     policy: PhasePolicy::DEFAULT,
     drafts: 0,
+    comm: MoeComm::AllToAll,
+    eplb: NO_MOVES,
+};
+
+const NO_MOVES: EplbOptions = EplbOptions {
+    interval: 0,
+    after_prefill: false,
+    redundant: 0,
+    forced: false,
+};
+
+/// Every third step all seats change, whatever the loads are.
+const SWAPS: EplbOptions = EplbOptions {
+    interval: 3,
+    forced: true,
+    ..NO_MOVES
 };
 
 const RANKS: Matrix = Matrix {
@@ -397,6 +419,70 @@ const RANKS: Matrix = Matrix {
             name: "2 nodes of 2 ranks as processes",
             counts: &[2, 2],
             run: Run::Processes,
+            ..RANK
+        },
+        Together {
+            name: "4 ranks, all rows to all",
+            counts: &[4],
+            comm: MoeComm::AllGather,
+            ..RANK
+        },
+        Together {
+            name: "2 nodes of 4 ranks, all rows to all",
+            counts: &[4, 4],
+            comm: MoeComm::AllGather,
+            ..RANK
+        },
+        Together {
+            name: "16 ranks, all rows to all, prompts at once, padded",
+            counts: &[16],
+            comm: MoeComm::AllGather,
+            policy: PhasePolicy::AT_ONCE,
+            ..RANK
+        },
+        Together {
+            name: "4 ranks, experts balanced after 8 steps and after prompts",
+            counts: &[4],
+            eplb: EplbOptions {
+                interval: 8,
+                after_prefill: true,
+                redundant: 4,
+                ..NO_MOVES
+            },
+            ..RANK
+        },
+        Together {
+            name: "4 ranks, experts swapped",
+            counts: &[4],
+            eplb: SWAPS,
+            ..RANK
+        },
+        Together {
+            name: "16 ranks, 16 experts twice, swapped",
+            counts: &[16],
+            eplb: EplbOptions {
+                redundant: 16,
+                ..SWAPS
+            },
+            ..RANK
+        },
+        Together {
+            name: "2 nodes of 2 ranks as processes, 4 experts twice, swapped, all rows to all",
+            counts: &[2, 2],
+            run: Run::Processes,
+            comm: MoeComm::AllGather,
+            eplb: EplbOptions {
+                redundant: 4,
+                ..SWAPS
+            },
+            ..RANK
+        },
+        Together {
+            name: "4 ranks, experts swapped, all rows to all, 2 drafts",
+            counts: &[4],
+            drafts: 2,
+            comm: MoeComm::AllGather,
+            eplb: SWAPS,
             ..RANK
         },
         Together {

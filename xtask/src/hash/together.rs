@@ -36,6 +36,8 @@ struct Part {
     /// Steps of the group.
     steps: u64,
     accepted_drafts: u64,
+    /// Seats that got another expert.
+    moved: u64,
 }
 
 /// Answers of a cell, in the order of the tasks.
@@ -63,6 +65,9 @@ pub(super) fn run(
     }
     if cell.drafts > 0 && parts.iter().all(|part| part.accepted_drafts == 0) {
         bail!("no draft was accepted");
+    }
+    if cell.eplb.forced && parts.iter().all(|part| part.moved == 0) {
+        bail!("no expert changed its seat");
     }
     let mut outputs: Vec<Option<Output>> = vec![None; tasks.len()];
     for (place, output) in parts.into_iter().flat_map(|part| part.answers) {
@@ -140,6 +145,7 @@ fn live(
         answers: answers.collect::<Result<_>>()?,
         steps: engine.steps(),
         accepted_drafts: engine.engine().stats().speculation.accepted[0],
+        moved: engine.link().moves().seats,
     })
 }
 
@@ -158,6 +164,8 @@ fn engine(
         max_drafts: cell.drafts as usize,
         kv: KvMemory::Blocks(512),
         ranks: Some(Arc::clone(&link)),
+        moe_comm: cell.comm,
+        eplb: cell.eplb,
         ..LoadOptions::default()
     };
     let loaded = load(&model.path, &options)?;

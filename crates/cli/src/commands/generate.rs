@@ -1,6 +1,7 @@
 //! `twinfer generate`: prompts from a file through the engine in this process.
 
 mod prompts;
+mod ranks;
 
 use crate::exit::{Code, Failure, Outcome};
 use crate::{logging, output, progress};
@@ -13,11 +14,12 @@ use twinfer_config::model::parse_bytes;
 use twinfer_config::ranges::THREADS;
 use twinfer_config::{GenerateConfig, LineFormat, Quantization};
 use twinfer_deploy::CoreSet;
+use twinfer_engine::exchange::RankLink;
 use twinfer_engine::{
     Engine, EngineConfig, FinishReason, GenerateError, Generated, KvMemory, LoadOptions, Request,
     generate, load, model_texts,
 };
-use twinfer_protocol::TokenId;
+use twinfer_protocol::{ApiError, TokenId};
 use twinfer_text::{ChatTemplate, Tokenizer};
 use twinfer_worker::{PromptLogprobs, Scored, shown_logprob};
 
@@ -36,31 +38,63 @@ pub(crate) fn run(config: &GenerateConfig) -> Outcome {
     let output = config.output.unwrap_or(input);
     // Prompts first: a mistake in them should not wait for the model.
     let lines = prompts::read(&config.prompts, input)?;
-    let bad_model = |error: &dyn std::fmt::Display| Failure::new(Code::Config, error);
     let texts = model_texts(&config.model).map_err(|error| bad_model(&error))?;
     let tokenizer = Arc::new(Tokenizer::of(&texts).map_err(|error| bad_model(&error))?);
     let template = ChatTemplate::of(&texts, &tokenizer).map_err(|error| bad_model(&error))?;
-    let mut engine = engine(config, &tokenizer)?;
-    let source = Source {
-        config,
-        tokenizer: &tokenizer,
-        template: &template,
-        max_len: engine.max_len(),
-        vocab: engine.vocab_size(),
-    };
-    let (requests, places) = source.requests(&lines)?;
-    run_requests(
-        &mut engine,
-        requests,
-        &places,
-        &tokenizer,
-        config.max_num_seqs,
-        output,
-    )
+    let mut printer = Printer::new(output, &tokenizer);
+    if config.dp > 1 {
+        let links = twinfer_worker::ranks_in_process(config.dp)
+            .map_err(|error| Failure::failed(format!("ranks: {error}")))?;
+        return ranks::run(config, (&tokenizer, &template), &lines, printer, links);
+    }
+    let mut engine = engine(config, &tokenizer, None)?;
+    let shape = (engine.max_len(), engine.vocab_size());
+    let (requests, places) = requests_of(config, (&tokenizer, &template), shape, &lines)?;
+    printer.begin(places);
+    let concurrency = config.max_num_seqs as usize;
+    let generated = generate(&mut engine, requests, concurrency, |result| {
+        printer.take(result);
+    });
+    match generated {
+        Ok(_) => printer.end(),
+        Err(error) => {
+            let failure = printer.named(&error);
+            printer.end().and(Err(failure))
+        }
+    }
 }
 
-/// Loads the model, with a bar.
-fn engine(config: &GenerateConfig, tokenizer: &Arc<Tokenizer>) -> Result<Engine, Failure> {
+fn bad_model(error: &dyn std::fmt::Display) -> Failure {
+    Failure::new(Code::Config, error)
+}
+
+fn failed(error: &GenerateError) -> Failure {
+    Failure::failed(error)
+}
+
+/// The requests of all lines, for sequences of so many tokens of so many.
+fn requests_of(
+    config: &GenerateConfig,
+    (tokenizer, template): (&Arc<Tokenizer>, &ChatTemplate),
+    (max_len, vocab): (u32, usize),
+    lines: &[prompts::Line],
+) -> Result<(Vec<Request>, Vec<Place>), Failure> {
+    let source = Source {
+        config,
+        tokenizer,
+        template,
+        max_len,
+        vocab,
+    };
+    source.requests(lines)
+}
+
+/// Loads the model, with a bar; as one of several ranks with its share of threads, cores and memory.
+fn engine(
+    config: &GenerateConfig,
+    tokenizer: &Arc<Tokenizer>,
+    rank: Option<(&Arc<RankLink>, usize)>,
+) -> Result<Engine, Failure> {
     let usage = |flag: &str, error: String| Failure::new(Code::Usage, format!("--{flag}: {error}"));
     let cpus = match &config.cpus {
         None => None,
@@ -83,14 +117,32 @@ fn engine(config: &GenerateConfig, tokenizer: &Arc<Tokenizer>) -> Result<Engine,
     let cores = cpus.as_ref().map_or(permitted.len(), Vec::len);
     let cores = cores.clamp(1, *THREADS.end() as usize);
     let threads = config.threads.map_or(cores, |threads| threads as usize);
+    let ranks = config.dp.max(1) as usize;
+    let (threads, cpus) = match (rank, cpus) {
+        (None, cpus) => (threads, cpus),
+        // With fewer cores than ranks none has one of its own.
+        (Some((_, rank)), Some(cpus)) if cpus.len() >= ranks => {
+            let own = cpus[ranks::part(cpus.len(), rank, ranks)].to_vec();
+            ((threads / ranks).clamp(1, own.len()), Some(own))
+        }
+        (Some(_), _) => ((threads / ranks).max(1), None),
+    };
     let kv = match &config.kv_cache_memory {
-        None => KvMemory::Share(0.25),
+        None => KvMemory::Share(0.25 / ranks as f64),
         Some(text) => KvMemory::Bytes(
             parse_bytes(text).map_err(|error| usage("kv-cache-memory", error.to_string()))?,
         ),
     };
-    let bar = progress::Bar::bytes("loading");
-    let report = |done, total| bar.set(done, total);
+    // One bar is enough: ranks read alike.
+    let bar = match rank {
+        None | Some((_, 0)) => Some(progress::Bar::bytes("loading")),
+        _ => None,
+    };
+    let report = |done, total| {
+        if let Some(bar) = &bar {
+            bar.set(done, total);
+        }
+    };
     let options = LoadOptions {
         quantize: config.quantization == Quantization::W8a8,
         dtype: config.dtype,
@@ -104,13 +156,16 @@ fn engine(config: &GenerateConfig, tokenizer: &Arc<Tokenizer>) -> Result<Engine,
         max_num_seqs: config.max_num_seqs as usize,
         tokenizer_hash: tokenizer.content_hash().to_owned(),
         progress: Some(&report),
+        ranks: rank.map(|(link, _)| Arc::clone(link)),
         ..LoadOptions::default()
     };
     let loaded =
         load(&config.model, &options).map_err(|error| Failure::new(Code::Config, error))?;
-    bar.finish();
-    for warning in &loaded.warnings {
-        tracing::warn!("{warning}");
+    if let Some(bar) = &bar {
+        bar.finish();
+        for warning in &loaded.warnings {
+            tracing::warn!("{warning}");
+        }
     }
     let limits = EngineConfig {
         max_model_len: u32::try_from(loaded.max_model_len).unwrap_or(u32::MAX),
@@ -143,53 +198,83 @@ struct Place {
     prompt_logprobs: Option<u32>,
 }
 
-/// Runs all and prints the results in the order of the prompts, each as soon as all before it are there.
-fn run_requests(
-    engine: &mut Engine,
-    requests: Vec<Request>,
-    places: &[Place],
-    tokenizer: &Tokenizer,
-    concurrency: u32,
+/// Prints results in the order of the prompts, each as soon as all before it are there.
+struct Printer<'a> {
     form: LineFormat,
-) -> Outcome {
-    let bar = progress::Bar::count("generating", requests.len() as u64);
-    let mut early: BTreeMap<usize, String> = BTreeMap::new();
-    let mut next = 0;
-    let mut printed: Outcome = Ok(());
-    let generated = generate(engine, requests, concurrency as usize, |result| {
-        bar.step();
+    tokenizer: &'a Tokenizer,
+    places: Vec<Place>,
+    bar: Option<progress::Bar>,
+    early: BTreeMap<usize, String>,
+    next: usize,
+    printed: Outcome,
+    /// The first failure that a request ended with.
+    error: Option<ApiError>,
+}
+
+impl<'a> Printer<'a> {
+    fn new(form: LineFormat, tokenizer: &'a Tokenizer) -> Self {
+        Self {
+            form,
+            tokenizer,
+            places: Vec::new(),
+            bar: None,
+            early: BTreeMap::new(),
+            next: 0,
+            printed: Ok(()),
+            error: None,
+        }
+    }
+
+    /// Requests come from these places.
+    fn begin(&mut self, places: Vec<Place>) {
+        self.bar = Some(progress::Bar::count("generating", places.len() as u64));
+        self.places = places;
+    }
+
+    fn take(&mut self, result: &Generated) {
+        if let Some(bar) = &self.bar {
+            bar.step();
+        }
         let index = usize::try_from(result.id.0).unwrap_or(usize::MAX);
-        let Some(place) = places.get(index) else {
+        let Some(place) = self.places.get(index) else {
             return;
         };
-        early.insert(index, shown(result, place, form, tokenizer));
-        while let Some(text) = early.remove(&next) {
-            next += 1;
-            if printed.is_ok() {
-                printed = output::write(&text);
+        if let (FinishReason::Error(error), None) = (&result.finish.reason, &self.error) {
+            self.error = Some(error.clone());
+        }
+        let text = shown(result, place, self.form, self.tokenizer);
+        self.early.insert(index, text);
+        while let Some(text) = self.early.remove(&self.next) {
+            self.next += 1;
+            if self.printed.is_ok() {
+                self.printed = output::write(&text);
             }
         }
-    });
-    bar.finish();
-    printed?;
-    let generated = generated.map_err(|error| match &error {
-        GenerateError::Refused { id, error } => {
-            let line = usize::try_from(id.0)
-                .ok()
-                .and_then(|index| places.get(index))
-                .map_or(0, |place| place.line);
-            Failure::failed(format!("prompt of line {line}: {error}"))
+    }
+
+    /// An error with the line of the prompt that it is about.
+    fn named(&self, error: &GenerateError) -> Failure {
+        match error {
+            GenerateError::Refused { id, error } => {
+                let line = usize::try_from(id.0)
+                    .ok()
+                    .and_then(|index| self.places.get(index))
+                    .map_or(0, |place| place.line);
+                Failure::failed(format!("prompt of line {line}: {error}"))
+            }
+            GenerateError::Exec(_) | GenerateError::Stuck(_) => failed(error),
         }
-        GenerateError::Exec(_) | GenerateError::Stuck(_) => Failure::failed(error),
-    })?;
-    match generated
-        .iter()
-        .find_map(|result| match &result.finish.reason {
-            FinishReason::Error(error) => Some(error),
-            _ => None,
-        }) {
-        Some(error) => Err(Failure::failed(error)),
-        None => Ok(()),
+    }
+
+    fn end(self) -> Outcome {
+        if let Some(bar) = &self.bar {
+            bar.finish();
+        }
+        self.printed?;
+        match self.error {
+            Some(error) => Err(Failure::failed(error)),
+            None => Ok(()),
+        }
     }
 }
 

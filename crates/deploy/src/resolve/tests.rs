@@ -27,6 +27,27 @@ fn pair(p: &str, d: &str, rest: &str) -> String {
 }
 
 #[test]
+fn each_rank_of_a_prefill_instance_has_a_port_for_kv_that_decode_may_dial() {
+    let planned = plan(&pair(", dp: 3, count: 2", ", dp: 2", ""), 6).unwrap();
+    let kv: Vec<&[u16]> = planned.instances.iter().map(|i| &i.kv_ports[..]).collect();
+    assert_eq!(kv, [&[8500, 8501, 8502][..], &[8503, 8504, 8505], &[]]);
+    let command = planned.instances[2].command.join(" ");
+    let peers = (8500..8506).map(|port| format!("127.0.0.1:{port}"));
+    let peers = peers.collect::<Vec<_>>().join(",");
+    assert!(
+        command.contains(&format!("--pd-peers {peers}")),
+        "{command}"
+    );
+    for (p, wrong) in [
+        (", dp: 2, kv-port: 9000, port: 9001", "port 9001"),
+        (", dp: 3, kv-port: 65534", "65535"),
+    ] {
+        let error = plan(&pair(p, "", ""), 6).unwrap_err();
+        assert!(error.contains(wrong), "{error}");
+    }
+}
+
+#[test]
 fn a_plan_is_the_same_every_time_and_can_be_compared_line_by_line() {
     let text = plan(PAIR, 4).unwrap().to_string();
     assert_eq!(plan(PAIR, 4).unwrap().to_string(), text);

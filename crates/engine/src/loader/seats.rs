@@ -56,6 +56,29 @@ pub(super) fn seating(
         .map_err(|error| ModelError::Ranks(error.message))
 }
 
+/// Most bytes of other ranks' rows, of the outputs of their experts, and of what comes back for this rank's own rows: when
+/// all rows of all ranks choose experts of this one.
+pub(super) fn exchange_bytes(config: &ModelConfig, spread: &Spread) -> u64 {
+    let Some(moe) = &config.moe else {
+        return 0;
+    };
+    let own = spread.placement.seats_per_rank() as usize;
+    let rows = spread.max_rows as u64;
+    let came = rows.saturating_mul(spread.link.ranks().into());
+    let items = came.saturating_mul(moe.top_k.min(own) as u64);
+    let (hidden, inner) = (config.hidden_size as u64, moe.intermediate as u64);
+    // Rows as they came and as numbers; outputs as numbers and on their way.
+    let values = [
+        came.saturating_mul(2 * hidden),
+        items.saturating_mul(2 * hidden + inner),
+        rows.saturating_mul(moe.top_k as u64 * hidden),
+    ];
+    values
+        .into_iter()
+        .fold(0_u64, u64::saturating_add)
+        .saturating_mul(4)
+}
+
 impl SeatBytes {
     /// For this rank. `specs` are those of all experts.
     ///

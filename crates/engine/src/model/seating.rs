@@ -8,6 +8,7 @@ use super::Decoder;
 use crate::ExecError;
 use crate::eplb::{
     EplbAction, EplbOptions, EplbShape, LoadStats, Move, Rebalancing, moves, rebalance, rounds,
+    worst_load,
 };
 use crate::exchange::{RankLink, Sent};
 use crate::phase::Phase;
@@ -98,6 +99,7 @@ impl Seating {
     fn plan(&mut self, model: &mut Decoder, loads: &mut LoadStats) -> Result<(), ExecError> {
         self.add_up(loads)?;
         self.next.clear();
+        let (mut before, mut after) = (0.0_f64, 0.0_f64);
         for (layer, moe) in model.expert_layers() {
             let Some(old) = moe.placement() else {
                 continue;
@@ -107,11 +109,22 @@ impl Seating {
                 false => rebalance(old, loads.loads(layer), &self.shape),
             };
             let new = new.map_err(refused)?;
+            let own = loads.loads(layer);
+            let mean = own.iter().sum::<u64>() as f64 / f64::from(self.shape.ranks.max(1));
+            if mean > 0.0 {
+                before = before.max(worst_load(old, own) / mean);
+                after = after.max(worst_load(&new, own) / mean);
+            }
             if new != *old {
                 self.next.insert(layer as u32, new);
             }
         }
         self.plans += 1;
+        self.link.count_moves(|moves| {
+            moves.plans += 1;
+            moves.balance_before = before;
+            moves.balance_after = after;
+        });
         self.schedule.planned(self.next.keys().copied());
         Ok(())
     }
@@ -194,6 +207,11 @@ impl Seating {
                 ExecError::Ranks(format!("an expert for layer {layer} that came: {error}"))
             })?;
         }
+        let seats = self.places.len() as u64;
+        self.link.count_moves(|moves| {
+            moves.layers += 1;
+            moves.seats += seats;
+        });
         moe.set_placement(new);
         Ok(())
     }

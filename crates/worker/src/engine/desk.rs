@@ -1,9 +1,10 @@
 //! The front half of a rank: who reads what a request puts out, and what is counted of it.
 
 use super::handle::{EngineHandle, Shared};
-use crate::kv::Claim;
+use crate::handoff::ReleaseOutcome;
+use crate::kv::{Claim, RankLedger};
 use crate::metrics::EngineMetrics;
-use crate::rank::{News, Order};
+use crate::rank::{Lease, News, Order};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,7 +14,7 @@ use twinfer_engine::{
     Event, FinishReason, HeldKv, KvOutcome, OutputToken, PromptSources, Request, RequestId,
     TokenLogprobs,
 };
-use twinfer_protocol::{ApiError, BlockId, ErrorKind};
+use twinfer_protocol::{ApiError, BlockId, ErrorKind, KvRelease};
 
 /// One sequence of a submission.
 #[derive(Debug)]
@@ -39,8 +40,29 @@ pub(crate) enum Command {
         rank: u32,
         id: RequestId,
     },
+    /// Of an engine in this process.
     KvLoaded(RequestId, KvOutcome),
-    ReleaseHeld(RequestId),
+    ReleaseHeld {
+        rank: u32,
+        id: RequestId,
+    },
+    /// To a rank that is a process of its own: lease what a request left.
+    Lease {
+        rank: u32,
+        lease: Box<Lease>,
+        /// The handle, as JSON.
+        reply: oneshot::Sender<Result<String, ApiError>>,
+    },
+    /// To such a rank: end a lease early.
+    EndLease {
+        rank: u32,
+        release: KvRelease,
+        reply: Option<oneshot::Sender<ReleaseOutcome>>,
+    },
+    /// To such a rank: release KV elsewhere that no request will read.
+    Disclaim {
+        handle: String,
+    },
     Stop,
     /// A rank that is a process of its own says something.
     Heard {
@@ -98,6 +120,8 @@ pub(crate) struct End {
 pub(crate) struct HeldBlocks {
     pub(crate) id: RequestId,
     pub(crate) kv: HeldKv,
+    /// Whose blocks they are.
+    pub(crate) rank: u32,
     engine: Option<EngineHandle>,
 }
 
@@ -129,6 +153,12 @@ pub(crate) struct Desk {
     entries: HashMap<RequestId, Entry>,
     pending: HashMap<u64, Pending>,
     tickets: u64,
+    /// Leases that are awaited, by request.
+    leases: HashMap<RequestId, oneshot::Sender<Result<String, ApiError>>>,
+    /// Ends of leases that are awaited, by ticket.
+    ends: HashMap<u64, oneshot::Sender<ReleaseOutcome>>,
+    /// What is known of the handoff of a rank that is a process of its own.
+    ledger: Option<Arc<RankLedger>>,
     /// Where fetches go; none where KV comes from nowhere else.
     fetches: Option<mpsc::Sender<Fetch>>,
     metrics: EngineMetrics,
@@ -147,14 +177,18 @@ impl Desk {
             entries: HashMap::new(),
             pending: HashMap::new(),
             tickets: 0,
+            leases: HashMap::new(),
+            ends: HashMap::new(),
+            ledger: None,
             fetches,
             metrics,
         }
     }
 
-    /// Requests that are not over.
-    pub(crate) fn open(&self) -> usize {
-        self.entries.len()
+    /// For a rank that is a process of its own and hands KV over itself.
+    pub(crate) fn with_ledger(mut self, ledger: Arc<RankLedger>) -> Self {
+        self.ledger = Some(ledger);
+        self
     }
 
     /// The order to the rank for a command; none for what is no order.
@@ -170,7 +204,20 @@ impl Desk {
             } => Some(self.submit(requests, permits, arrived, &sink, reply)),
             Command::Abort { id, .. } => Some(Order::Abort(id)),
             Command::KvLoaded(id, outcome) => Some(Order::KvLoaded(id, outcome)),
-            Command::ReleaseHeld(id) => Some(Order::ReleaseHeld(id)),
+            Command::ReleaseHeld { id, .. } => Some(Order::ReleaseHeld(id)),
+            Command::Lease { lease, reply, .. } => {
+                self.leases.insert(lease.id, reply);
+                Some(Order::Lease(lease))
+            }
+            Command::EndLease { release, reply, .. } => {
+                self.tickets += 1;
+                let ticket = self.tickets;
+                if let Some(reply) = reply {
+                    self.ends.insert(ticket, reply);
+                }
+                Some(Order::EndLease { ticket, release })
+            }
+            Command::Disclaim { handle } => Some(Order::Disclaim(handle)),
             Command::Stop => Some(Order::Stop),
             Command::Heard { .. } | Command::Lost { .. } => None,
         }
@@ -188,9 +235,12 @@ impl Desk {
         let ticket = self.tickets;
         let mut ids = Vec::with_capacity(requests.len());
         let mut engines = Vec::with_capacity(requests.len());
+        let mut claims = Vec::new();
         for new in requests {
             let id = new.request.id;
             ids.push(id);
+            let handle = new.claim.as_ref().and_then(|claim| claim.hand_over());
+            claims.extend(handle.map(|handle| (id, handle)));
             let entry = Entry {
                 choice: new.choice,
                 sink: sink.clone(),
@@ -210,6 +260,7 @@ impl Desk {
         Order::Submit {
             ticket,
             requests: engines,
+            claims,
         }
     }
 
@@ -232,7 +283,37 @@ impl Desk {
             News::Stats(stats) => {
                 self.shared.publish(self.rank, *stats, &self.metrics);
             }
-            News::Slept(_) => {}
+            News::Leased(id, leased) => self.leased(id, leased),
+            News::LeaseEnded(ticket, outcome) => {
+                if let Some(reply) = self.ends.remove(&ticket) {
+                    // Who asked may be gone.
+                    let _ = reply.send(outcome);
+                }
+            }
+            News::Freed(_) | News::Fetched(_) | News::Handoff(_) => {
+                if let Some(ledger) = &self.ledger {
+                    ledger.hear(self.rank, news);
+                }
+            }
+            // The group's.
+            News::Slept(_) | News::Asks(_) => {}
+        }
+    }
+
+    /// A lease that nobody waits for any more ends at once.
+    fn leased(&mut self, id: RequestId, leased: Result<(KvRelease, String), ApiError>) {
+        let reply = self.leases.remove(&id);
+        let (release, handle) = match leased {
+            Ok((release, handle)) => (Some(release), Ok(handle)),
+            Err(error) => (None, Err(error)),
+        };
+        let heard = reply.is_some_and(|reply| reply.send(handle).is_ok());
+        if let Some(release) = release.filter(|_| !heard) {
+            self.shared.push(Command::EndLease {
+                rank: self.rank,
+                release,
+                reply: None,
+            });
         }
     }
 
@@ -257,6 +338,7 @@ impl Desk {
                     .map(|kv| HeldBlocks {
                         id,
                         kv,
+                        rank: self.rank,
                         engine: Some(EngineHandle::of(&self.shared)),
                     });
                 let last = finish.is_some();
@@ -408,7 +490,7 @@ impl HeldBlocks {
 impl Drop for HeldBlocks {
     fn drop(&mut self) {
         if let Some(engine) = self.engine.take() {
-            engine.release_held(self.id);
+            engine.release_held(self.rank, self.id);
         }
     }
 }

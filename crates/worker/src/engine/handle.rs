@@ -84,7 +84,10 @@ impl std::fmt::Debug for Command {
             Self::Submit { .. } => "Submit",
             Self::Abort { .. } => "Abort",
             Self::KvLoaded(..) => "KvLoaded",
-            Self::ReleaseHeld(_) => "ReleaseHeld",
+            Self::ReleaseHeld { .. } => "ReleaseHeld",
+            Self::Lease { .. } => "Lease",
+            Self::EndLease { .. } => "EndLease",
+            Self::Disclaim { .. } => "Disclaim",
             Self::Stop => "Stop",
             Self::Heard { .. } => "Heard",
             Self::Lost { .. } => "Lost",
@@ -141,8 +144,13 @@ impl EngineHandle {
     }
 
     /// Frees blocks that were held.
-    pub(crate) fn release_held(&self, id: RequestId) {
-        self.0.push(Command::ReleaseHeld(id));
+    pub(crate) fn release_held(&self, rank: u32, id: RequestId) {
+        self.0.push(Command::ReleaseHeld { rank, id });
+    }
+
+    /// Sends a command; when nobody reads any more it is dropped.
+    pub(crate) fn push(&self, command: Command) {
+        self.0.push(command);
     }
 
     /// Counters and gauges of each rank after its last step.

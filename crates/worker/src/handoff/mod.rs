@@ -30,6 +30,7 @@ pub use keeper::ImporterKeeper;
 pub(crate) use keeper::RENEWALS;
 pub use lease::HandleId;
 pub use listener::KvListener;
+pub(crate) use params::Judge;
 pub use params::RemoteHandle;
 pub use peers::{Peer, PeerListError};
 pub use seal::Seal;

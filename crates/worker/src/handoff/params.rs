@@ -6,7 +6,7 @@
 //! `remote_kv_lease_ms` of ours. Routers pass them on unread.
 
 use crate::handoff::lease::HandleId;
-use crate::handoff::peers::{Peer, PeerList};
+use crate::handoff::peers::{Peer, PeerList, PeerListError};
 use crate::handoff::seal::Seal;
 use serde_json::{Map, Value, json};
 use std::time::Duration;
@@ -39,6 +39,38 @@ pub struct RemoteHandle {
     pub seal: Seal,
     /// How long the KV is kept unless renewed, if the prefill instance says so.
     pub lease: Option<Duration>,
+}
+
+/// Judges handles where nothing is read.
+#[derive(Debug)]
+pub(crate) struct Judge {
+    peers: PeerList,
+    block_size: u32,
+}
+
+impl Judge {
+    /// `entries` are those of `--pd-peers`; `keyed`: a peer key is set.
+    pub(crate) fn new(
+        entries: &[String],
+        keyed: bool,
+        block_size: u32,
+    ) -> Result<Self, PeerListError> {
+        Ok(Self {
+            peers: PeerList::new(entries, keyed)?,
+            block_size,
+        })
+    }
+
+    /// As [`crate::handoff::Importer::check`].
+    pub(crate) fn check(&self, params: &KvTransferParams) -> Result<RemoteHandle, ApiError> {
+        RemoteHandle::from_params(
+            params,
+            Local {
+                peers: &self.peers,
+                block_size: self.block_size,
+            },
+        )
+    }
 }
 
 /// What an importer knows when it judges a handle.

@@ -1,12 +1,13 @@
 //! What a connector counts. Counters only grow; gauges are taken when asked.
 
 use crate::handoff::channel::ChannelError;
+use serde::{Deserialize, Serialize};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use twinfer_comm::handshake::HelloError;
 use twinfer_protocol::ErrorKind;
 
 /// Failures by the code a request would end with.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FailureCounts {
     /// Handle unknown, expired, released or of another epoch.
     pub stale: u64,
@@ -21,7 +22,7 @@ pub struct FailureCounts {
 }
 
 /// Connections that an exporter closed before or instead of serving them, by reason.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RejectionCounts {
     /// Spoke another protocol, or broke this one.
     pub protocol: u64,
@@ -40,7 +41,7 @@ pub struct RejectionCounts {
 }
 
 /// Counters and gauges of an exporter.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExporterStats {
     /// Gauge: handles whose blocks are held.
     pub leases: u64,
@@ -63,7 +64,7 @@ pub struct ExporterStats {
 }
 
 /// Counters and gauges of an importer.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImporterStats {
     /// Gauge: handles kept alive for requests here.
     pub claims: u64,
@@ -81,6 +82,78 @@ pub struct ImporterStats {
     pub releases: u64,
     /// Releases that did not; the lease has to end there.
     pub releases_lost: u64,
+}
+
+impl RejectionCounts {
+    /// Adds those of another.
+    fn add(&mut self, other: &Self) {
+        let Self {
+            protocol,
+            version,
+            key,
+            silent,
+            evicted,
+            busy,
+            mismatch,
+        } = other;
+        self.protocol += protocol;
+        self.version += version;
+        self.key += key;
+        self.silent += silent;
+        self.evicted += evicted;
+        self.busy += busy;
+        self.mismatch += mismatch;
+    }
+}
+
+impl ExporterStats {
+    /// Adds those of another rank.
+    pub(crate) fn add(&mut self, other: &Self) {
+        let Self {
+            leases,
+            readers,
+            connections,
+            registered,
+            expired,
+            pulls,
+            bytes,
+            failures,
+            rejections,
+        } = other;
+        self.leases += leases;
+        self.readers += readers;
+        self.connections += connections;
+        self.registered += registered;
+        self.expired += expired;
+        self.pulls += pulls;
+        self.bytes += bytes;
+        self.failures.add(failures);
+        self.rejections.add(rejections);
+    }
+}
+
+impl ImporterStats {
+    /// Adds those of another rank.
+    pub(crate) fn add(&mut self, other: &Self) {
+        let Self {
+            claims,
+            connections,
+            pulls,
+            bytes,
+            failures,
+            redials,
+            releases,
+            releases_lost,
+        } = other;
+        self.claims += claims;
+        self.connections += connections;
+        self.pulls += pulls;
+        self.bytes += bytes;
+        self.failures.add(failures);
+        self.redials += redials;
+        self.releases += releases;
+        self.releases_lost += releases_lost;
+    }
 }
 
 /// Counter that many tasks add to.
@@ -108,6 +181,22 @@ pub(crate) struct Rejections {
 }
 
 impl FailureCounts {
+    /// Adds those of another.
+    fn add(&mut self, other: &Self) {
+        let Self {
+            stale,
+            corrupt,
+            mismatch,
+            transfer,
+            other: rest,
+        } = other;
+        self.stale += stale;
+        self.corrupt += corrupt;
+        self.mismatch += mismatch;
+        self.transfer += transfer;
+        self.other += rest;
+    }
+
     /// Code of the error table and count, in fixed order: labels of a metric.
     pub fn by_code(&self) -> [(&'static str, u64); 5] {
         [

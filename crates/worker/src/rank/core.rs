@@ -80,12 +80,12 @@ impl RankCore {
     }
 
     pub(crate) fn apply(&mut self, order: Order, news: &mut Vec<News>) {
-        let engine = match &mut self.stepper {
-            Stepper::Alone(engine) => engine,
-            Stepper::Together { rank, .. } => rank.engine(),
-        };
+        let engine = self.engine();
         match order {
-            Order::Submit { ticket, requests } => {
+            // Claims are the handoff's, which has taken them.
+            Order::Submit {
+                ticket, requests, ..
+            } => {
                 let mut taken = Vec::with_capacity(requests.len());
                 let mut outcome = Ok(());
                 for request in requests {
@@ -114,6 +114,25 @@ impl RankCore {
                 }
             }
             Order::Stop => self.stopping = true,
+            // The handoff's.
+            Order::Lease(_) | Order::EndLease { .. } | Order::Disclaim(_) => {}
+        }
+    }
+
+    /// Asks to be woken if there is work and the group sleeps.
+    pub(crate) fn ask(&mut self, news: &mut Vec<News>) {
+        if let Stepper::Together { rank, wake, .. } = &mut self.stepper
+            && rank.engine().has_work()
+        {
+            news.extend(wake.ask().map(News::Asks));
+        }
+    }
+
+    /// The engine, for its memory.
+    pub(crate) fn engine(&mut self) -> &mut Engine {
+        match &mut self.stepper {
+            Stepper::Alone(engine) => engine,
+            Stepper::Together { rank, .. } => rank.engine(),
         }
     }
 
@@ -156,11 +175,13 @@ impl RankCore {
         match &mut self.stepper {
             Stepper::Alone(engine) => RankStats {
                 engine: engine.stats(),
-                turns: TurnCounts::default(),
+                ..RankStats::default()
             },
             Stepper::Together { rank, turns, .. } => RankStats {
                 engine: rank.engine().stats(),
                 turns: *turns,
+                moves: rank.link().moves(),
+                sent: rank.link().sent(),
             },
         }
     }

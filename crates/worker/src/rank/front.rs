@@ -1,9 +1,10 @@
 //! The front's side of ranks that are processes of their own.
 
 use super::link::{LinkError, Reader, Writer, ends};
-use super::messages::{FromRank, News, Order, RankStats, RankUp, Start, ToRank};
+use super::messages::{FromRank, KeyText, News, Order, RankStats, RankUp, Start, ToRank};
 use super::wake::GroupWake;
 use crate::engine::{Command, Desk, EngineHandle, Places, Shared, panic_text};
+use crate::kv::RankLedger;
 use crate::metrics::EngineMetrics;
 use crate::room::{ScoreRoom, answer_bytes};
 use crate::{LoadProgress, ServeError};
@@ -54,6 +55,8 @@ pub(crate) struct RankStart<'a> {
     /// Name of the instance.
     pub(crate) instance: &'a str,
     pub(crate) epoch: Epoch,
+    /// Key of other instances.
+    pub(crate) peer_key: Option<&'a [u8]>,
 }
 
 /// Ranks that are ready. They end with the thread that started them, and when this is dropped.
@@ -64,6 +67,8 @@ pub(crate) struct Fleet {
     pub(crate) fingerprint: Fingerprint,
     /// Longest sequence that every rank takes, in tokens.
     pub(crate) max_len: u32,
+    /// Where the first rank's KV is read, if KV is handed over.
+    pub(crate) kv_addr: Option<String>,
     stats: Vec<RankStats>,
 }
 
@@ -96,6 +101,7 @@ pub(crate) fn start(
         readers: Vec::new(),
         fingerprint: Fingerprint::default(),
         max_len: u32::MAX,
+        kv_addr: None,
         stats: Vec::new(),
     };
     let mut loaded = vec![LoadProgress::default(); ranks as usize];
@@ -130,6 +136,7 @@ pub(crate) fn start(
     for (rank, (card, reader)) in up.into_iter().flatten().enumerate() {
         if rank == 0 {
             fleet.fingerprint = card.fingerprint;
+            fleet.kv_addr = card.kv_addr;
         } else if fleet.fingerprint != card.fingerprint {
             let message = format!("ranks 0 and {rank} have loaded different models");
             return Err(ServeError::Model(message));
@@ -218,6 +225,7 @@ fn begin_one(
             instance: start.instance.to_owned(),
             epoch: start.epoch,
             key,
+            peer_key: start.peer_key.map(|key| KeyText(key.to_vec())),
             rank: place.rank,
             ranks: place.world_size,
             master_port: place.master_port,
@@ -238,7 +246,7 @@ fn begin_one(
     Ok(seat)
 }
 
-/// The config of one rank: its share of the threads and cores. With fewer cores than ranks none has one of its own.
+/// The config of one rank: its share of the threads and cores, and its port for KV. With fewer cores than ranks none has one of its own.
 fn share(config: &ServeConfig, rank: u32) -> std::io::Result<ServeConfig> {
     let mut own = config.clone();
     let (rank, ranks) = (rank as usize, config.dp as usize);
@@ -260,6 +268,11 @@ fn share(config: &ServeConfig, rank: u32) -> std::io::Result<ServeConfig> {
         own.cpus = Some(CoreSet::text(cores));
     }
     own.threads = u32::try_from(threads).ok();
+    if own.kv_port > 0 {
+        // Checked with the flags.
+        let port = usize::from(own.kv_port) + rank;
+        own.kv_port = u16::try_from(port).map_err(std::io::Error::other)?;
+    }
     Ok(own)
 }
 
@@ -305,6 +318,7 @@ impl Fleet {
         mut self,
         places: Places,
         metrics: &EngineMetrics,
+        ledger: &Arc<RankLedger>,
         running: impl FnOnce(EngineHandle),
     ) {
         // What warm-up counted is no client's.
@@ -315,7 +329,10 @@ impl Fleet {
         let shared = Arc::new(Shared::new(places, stats, Arc::default(), scores));
         running(EngineHandle::of(&shared));
         let mut desks: Vec<Desk> = (0..rank_count(&self))
-            .map(|rank| Desk::new(rank, Arc::clone(&shared), None, metrics.clone()))
+            .map(|rank| {
+                let desk = Desk::new(rank, Arc::clone(&shared), None, metrics.clone());
+                desk.with_ledger(Arc::clone(ledger))
+            })
             .collect();
         let outcome = catch_unwind(AssertUnwindSafe(|| self.serve(&shared, &mut desks)));
         let outcome = outcome.unwrap_or_else(|panic| {
@@ -346,8 +363,15 @@ impl Fleet {
             }
             for command in inbox.drain(..) {
                 let rank = match &command {
-                    Command::Submit { rank, .. } | Command::Abort { rank, .. } => *rank,
-                    Command::KvLoaded(..) | Command::ReleaseHeld(_) => 0,
+                    Command::Submit { rank, .. }
+                    | Command::Abort { rank, .. }
+                    | Command::ReleaseHeld { rank, .. }
+                    | Command::Lease { rank, .. }
+                    | Command::EndLease { rank, .. } => *rank,
+                    // Any rank can dial any peer.
+                    Command::Disclaim { .. } => 0,
+                    // Only said where the engine is in this process.
+                    Command::KvLoaded(..) => continue,
                     Command::Lost { rank, why } => return Err(self.lost(*rank, why)),
                     Command::Heard { rank, .. } => *rank,
                     Command::Stop => {
@@ -455,11 +479,14 @@ fn take_in(desks: &mut [Desk], rank: u32, news: Vec<News>, wake: &mut GroupWake)
     let now = Instant::now();
     let mut number = None;
     for news in news {
-        if let News::Slept(slept) = news {
-            let open = desks.iter().any(|desk| desk.open() > 0);
-            number = wake.slept(slept, open).or(number);
-        } else if let Some(desk) = desks.get_mut(rank as usize) {
-            desk.hear(news, now);
+        match news {
+            News::Slept(slept) => wake.slept(slept),
+            News::Asks(asked) => number = wake.asked(asked).or(number),
+            news => {
+                if let Some(desk) = desks.get_mut(rank as usize) {
+                    desk.hear(news, now);
+                }
+            }
         }
     }
     number

@@ -1,20 +1,36 @@
+use crate::handoff::{ExporterStats, ImporterStats, ReleaseOutcome};
 use crate::{ExitClass, ServeError};
 use serde::{Deserialize, Serialize};
+use std::fmt;
+use twinfer_engine::exchange::{ExpertMoves, SentBytes};
 use twinfer_engine::phase::Phase;
-use twinfer_engine::{EngineStats, Event, KvOutcome, PromptTokenTotals, Request, RequestId};
-use twinfer_protocol::{ApiError, Epoch, Fingerprint, RankLoad};
+use twinfer_engine::{
+    EngineStats, Event, HeldKv, KvOutcome, PromptTokenTotals, Request, RequestId,
+};
+use twinfer_protocol::{ApiError, Epoch, Fingerprint, KvRelease, RankLoad, TokenId};
 
 /// What a rank is to do.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Order {
-    /// Take these requests, all or none; the answer is [`News::Taken`] with the same ticket.
-    Submit { ticket: u64, requests: Vec<Request> },
+    /// Take these requests, all or none; the answer is [`News::Taken`] with the same ticket. `claims` are the handles of
+    /// KV, as JSON, of those whose KV comes from elsewhere: the rank is to read or release them, whatever happens.
+    Submit {
+        ticket: u64,
+        requests: Vec<Request>,
+        claims: Vec<(RequestId, String)>,
+    },
     /// End a request at its next step; unknown ones are ignored.
     Abort(RequestId),
     /// How a fetch or its cancellation ended.
     KvLoaded(RequestId, KvOutcome),
     /// Free blocks that were held.
     ReleaseHeld(RequestId),
+    /// Seal and lease the KV that a request left; the answer is [`News::Leased`].
+    Lease(Box<Lease>),
+    /// End a lease early; the answer is [`News::LeaseEnded`] with the same ticket.
+    EndLease { ticket: u64, release: KvRelease },
+    /// Release the KV of this handle, as JSON: no request will read it.
+    Disclaim(String),
     /// Take turns until the group has agreed to sleep for the time of this number ([`super::wake`]).
     Wake(u64),
     /// End once nothing is to be done any more.
@@ -35,13 +51,71 @@ pub(crate) enum News {
     Stats(Box<RankStats>),
     /// The ranks agreed to sleep, for the time of this number.
     Slept(u64),
+    /// This rank sleeps and has work: the ranks are to be woken for the time of this number.
+    Asks(u64),
+    /// The KV of a request is leased: what ends the lease, and the handle as JSON. Else it is free.
+    Leased(RequestId, Result<(KvRelease, String), ApiError>),
+    /// What became of an [`Order::EndLease`].
+    LeaseEnded(u64, ReleaseOutcome),
+    /// The lease of a request's KV is over.
+    Freed(RequestId),
+    /// A fetch ended, after so many seconds if it went well.
+    Fetched(Result<f64, ApiError>),
+    /// Counters and gauges of the handoff.
+    Handoff(Box<HandoffStats>),
+}
+
+/// KV to be leased.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Lease {
+    pub(crate) id: RequestId,
+    pub(crate) kv: HeldKv,
+    /// Of the request.
+    pub(crate) prompt: Vec<TokenId>,
+    /// The token that it sampled.
+    pub(crate) last_token: Option<TokenId>,
+}
+
+/// Counters and gauges of both directions of the handoff, as far as there are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct HandoffStats {
+    pub(crate) exporter: Option<ExporterStats>,
+    pub(crate) importer: Option<ImporterStats>,
+}
+
+impl HandoffStats {
+    /// Sums over ranks.
+    pub(crate) fn total(ranks: &[Self]) -> Self {
+        let mut all = Self::default();
+        for Self { exporter, importer } in ranks {
+            if let Some(one) = exporter {
+                all.exporter.get_or_insert_default().add(one);
+            }
+            if let Some(one) = importer {
+                all.importer.get_or_insert_default().add(one);
+            }
+        }
+        all
+    }
+}
+
+/// A key in a message; never shown.
+#[derive(Clone, Serialize, Deserialize)]
+pub(crate) struct KeyText(pub(crate) Vec<u8>);
+
+impl fmt::Debug for KeyText {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("KeyText(..)")
+    }
 }
 
 /// Counters and gauges of a rank.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RankStats {
     pub(crate) engine: EngineStats,
     pub(crate) turns: TurnCounts,
+    pub(crate) moves: ExpertMoves,
+    pub(crate) sent: SentBytes,
 }
 
 /// Steps of a rank among others, by what it did in them.
@@ -76,6 +150,8 @@ pub(crate) struct Start {
     pub(crate) epoch: Epoch,
     /// The ranks' own key, drawn anew by every start.
     pub(crate) key: [u8; 32],
+    /// Key of other instances.
+    pub(crate) peer_key: Option<KeyText>,
     pub(crate) rank: u32,
     pub(crate) ranks: u32,
     pub(crate) master_port: u16,
@@ -105,29 +181,34 @@ pub(crate) struct RankUp {
     /// Longest sequence, in tokens.
     pub(crate) max_len: u32,
     pub(crate) stats: RankStats,
+    /// Where its KV is read, if it hands any over.
+    pub(crate) kv_addr: Option<String>,
 }
 
 /// Why a rank cannot start.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Refusal {
-    /// The user has to change something.
-    config: bool,
+    class: ExitClass,
     message: String,
 }
 
 impl Refusal {
     pub(crate) fn of(error: &ServeError) -> Self {
         Self {
-            config: error.exit_class() == ExitClass::Config,
+            class: error.exit_class(),
             message: error.to_string(),
         }
     }
 
     pub(crate) fn into_error(self, rank: u32) -> ServeError {
         let message = format!("rank {rank}: {}", self.message);
-        match self.config {
-            true => ServeError::Config(message),
-            false => ServeError::Engine(ApiError::new(
+        match self.class {
+            ExitClass::Config => ServeError::Config(message),
+            ExitClass::Unavailable => ServeError::Bind {
+                what: "a port of a rank",
+                reason: message,
+            },
+            ExitClass::Internal => ServeError::Engine(ApiError::new(
                 twinfer_protocol::ErrorKind::Internal,
                 message,
             )),

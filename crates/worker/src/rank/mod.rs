@@ -8,6 +8,7 @@
 mod balance;
 mod core;
 mod front;
+mod handoff;
 mod link;
 mod messages;
 mod process;
@@ -16,7 +17,7 @@ mod wake;
 pub(crate) use balance::{Balancer, RankView};
 pub(crate) use core::{Patience, RankCore};
 pub(crate) use front::{RankStart, start};
-pub(crate) use messages::{News, Order, RankStats};
+pub(crate) use messages::{HandoffStats, Lease, News, Order, RankStats};
 
 pub use front::RankProgram;
 pub use process::run_rank;

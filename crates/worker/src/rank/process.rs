@@ -1,9 +1,11 @@
 //! A rank as a process of its own. Its standard input is the socket to the front.
 
 use super::core::{Patience, RankCore};
+use super::handoff::{self, RankKv, Voice};
 use super::link::{LinkError, Reader, Writer, ends};
 use super::messages::{FromRank, News, Order, RankUp, Refusal, Start, ToRank};
 use crate::load::{WarmRank, warm_up_rank};
+use crate::ranks::LOADING;
 use crate::settings::{Settings, phase_policy};
 use crate::{GroupExchange, LoadProgress, ServeError};
 use parking_lot::{Condvar, Mutex};
@@ -12,12 +14,13 @@ use std::net::Ipv4Addr;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, OnceLock, mpsc};
 use std::time::{Duration, Instant};
 use twinfer_comm::{
     Identity, JoinPlan, MAX_SPIN, Options, PeerKey, Placement, Topology, join, start_up_test,
 };
 use twinfer_config::ServeConfig;
+use twinfer_engine::RequestId;
 use twinfer_engine::exchange::RankLink;
 use twinfer_protocol::{ApiError, ErrorKind, Fingerprint};
 
@@ -27,14 +30,12 @@ const BEAT: Duration = Duration::from_millis(400);
 const FIRST: Duration = Duration::from_secs(10);
 /// The ranks find each other in this time.
 const JOIN: Duration = Duration::from_secs(30);
-/// Ranks that have read their weights wait so long for the slowest.
-const LOADING: Duration = Duration::from_secs(600);
 /// Progress is told no more often.
 const TOLD: Duration = Duration::from_millis(100);
 
 /// Orders from the front.
 #[derive(Default)]
-struct Inbox {
+pub(super) struct Inbox {
     state: Mutex<Orders>,
     arrived: Condvar,
 }
@@ -120,16 +121,20 @@ fn serve(
     let inbox = Arc::new(Inbox::default());
     // Ends the beats when this returns.
     let (_serving, served) = mpsc::sync_channel::<()>(0);
-    let (beats, heard) = (Arc::clone(writer), Arc::clone(&inbox));
+    let kv: Arc<OnceLock<RankKv>> = Arc::default();
+    let (beats, heard, handoff) = (Arc::clone(writer), Arc::clone(&inbox), Arc::clone(&kv));
     std::thread::Builder::new()
         .name("beat".into())
-        .spawn(move || beat(&served, &beats, &heard))
+        .spawn(move || beat(&served, &beats, &heard, &handoff))
         .map_err(system("start a thread"))?;
     let orders = Arc::clone(&inbox);
+    let handoff = Arc::clone(&kv);
     std::thread::Builder::new()
         .name("orders".into())
-        .spawn(move || listen(reader, &orders))
+        .spawn(move || listen(reader, &orders, &handoff))
         .map_err(system("start a thread"))?;
+    // Before anything is loaded: a port may be taken.
+    let opened = handoff::open(config, start.peer_key.is_some())?;
     let link = meet(start, config)?;
     let WarmRank {
         mut rank,
@@ -137,28 +142,48 @@ fn serve(
     } = load(config, &link, writer)?;
     let max_len = rank.engine().max_len();
     let mut core = RankCore::among(rank);
+    let voice = Voice {
+        inbox: Arc::clone(&inbox),
+        writer: Arc::clone(writer),
+    };
+    let (own, runtime) = RankKv::start(opened, start, config, core.engine(), &fingerprint, voice)?;
     let up = RankUp {
         fingerprint,
         max_len,
         stats: core.stats(),
+        kv_addr: own.addr(),
     };
+    let own = kv.get_or_init(|| own);
     writer.lock().send(&FromRank::Up(Box::new(up)))?;
     let mut news = Vec::new();
     loop {
         let Some(orders) = inbox.take(core.patience() == Patience::Wait) else {
             return Err(End::Failed(internal("its front is gone".to_owned())));
         };
-        for order in orders {
+        for mut order in orders {
+            own.take_claims(&mut order);
+            let asked = ids_of(&order);
             core.apply(order, &mut news);
+            if let Some(News::Taken {
+                outcome: Err(_), ..
+            }) = news.last()
+            {
+                own.refused(&asked);
+            }
         }
+        core.ask(&mut news);
         match core.patience() {
-            Patience::End => return Ok(()),
+            Patience::End => {
+                own.end(&runtime);
+                return Ok(());
+            }
             Patience::Wait => {}
             Patience::Step => core
                 .step(&mut news)
                 .map_err(|error| End::Failed(internal(error.to_string())))?,
         }
         core.publish(&mut news);
+        news.retain(|news| own.hear(news));
         tell(&mut news, writer)?;
     }
 }
@@ -243,9 +268,10 @@ fn load(
 }
 
 /// Says that the process runs, until `served` ends or nobody hears it: then there is no front.
-fn beat(served: &mpsc::Receiver<()>, writer: &Mutex<Writer>, inbox: &Inbox) {
+fn beat(served: &mpsc::Receiver<()>, writer: &Mutex<Writer>, inbox: &Inbox, kv: &OnceLock<RankKv>) {
     while served.recv_timeout(BEAT) == Err(mpsc::RecvTimeoutError::Timeout) {
-        if writer.lock().send(&FromRank::Beat).is_err() {
+        let told = kv.get().map_or(Ok(()), RankKv::publish);
+        if told.is_err() || writer.lock().send(&FromRank::Beat).is_err() {
             inbox.close();
             return;
         }
@@ -253,12 +279,25 @@ fn beat(served: &mpsc::Receiver<()>, writer: &Mutex<Writer>, inbox: &Inbox) {
 }
 
 /// Takes orders until the front is gone; a rank without a front has nobody to work for.
-fn listen(mut reader: Reader, inbox: &Inbox) {
+fn listen(mut reader: Reader, inbox: &Inbox, kv: &OnceLock<RankKv>) {
     while let Ok(ToRank::Order(order)) = reader.next(None) {
-        inbox.state.lock().orders.push_back(order);
-        inbox.arrived.notify_one();
+        let order = match kv.get() {
+            Some(kv) => kv.order(order),
+            None => Some(order),
+        };
+        if let Some(order) = order {
+            inbox.push(order);
+        }
     }
     inbox.close();
+}
+
+/// The requests that an order brings.
+fn ids_of(order: &Order) -> Vec<RequestId> {
+    match order {
+        Order::Submit { requests, .. } => requests.iter().map(|request| request.id).collect(),
+        _ => Vec::new(),
+    }
 }
 
 impl Inbox {
@@ -269,6 +308,11 @@ impl Inbox {
             self.arrived.wait(&mut state);
         }
         (!state.closed).then(|| std::mem::take(&mut state.orders))
+    }
+
+    pub(super) fn push(&self, order: Order) {
+        self.state.lock().orders.push_back(order);
+        self.arrived.notify_one();
     }
 
     fn close(&self) {

@@ -2,9 +2,9 @@
 //!
 //! All ranks fall asleep by the same agreement, that of a turn in which no rank has work, and count these agreements.
 //! The front wakes all of them by the number of the time awake, which is one more than the agreements so far; it does
-//! so when a request arrives and, once it hears of an agreement, when there are requests that the ranks did not have
-//! yet when they agreed. A rank that is still on its way to an agreement when the next waking arrives knows by the
-//! number that it is for afterwards. So all ranks take the same turns, whatever arrives when.
+//! so when a request arrives, and when a rank that sleeps says that it has work: a request that was still on its way
+//! when the ranks agreed, or one whose KV has come. A rank that is still on its way to an agreement when the next waking
+//! arrives knows by the number that it is for afterwards. So all ranks take the same turns, whatever arrives when.
 
 /// The front's side: is the group awake?
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -19,6 +19,8 @@ pub(crate) struct GroupWake {
 pub(crate) struct RankWake {
     woken: u64,
     slept: u64,
+    /// Time awake that the front was asked for.
+    asked: u64,
 }
 
 impl GroupWake {
@@ -32,15 +34,22 @@ impl GroupWake {
         Some(self.number)
     }
 
-    /// A rank says that all agreed to sleep; `work` says that some request is not over. Returns the number to wake all
-    /// ranks with, if that must be.
-    pub(crate) fn slept(&mut self, number: u64, work: bool) -> Option<u64> {
-        if number != self.number || !self.awake {
-            // Another rank said so before.
-            return None;
+    /// A rank says that all agreed to sleep.
+    pub(crate) fn slept(&mut self, number: u64) {
+        // Else another rank said so before, and they may have been woken since.
+        if number == self.number {
+            self.awake = false;
         }
-        self.awake = false;
-        if work { self.work() } else { None }
+    }
+
+    /// A rank that sleeps asks for the time awake of this number; returns the number to wake all ranks with, if they
+    /// have not been woken for it yet.
+    pub(crate) fn asked(&mut self, number: u64) -> Option<u64> {
+        if number > self.number {
+            self.work()
+        } else {
+            None
+        }
     }
 }
 
@@ -53,6 +62,16 @@ impl RankWake {
     /// Is a turn to be taken?
     pub(crate) fn is_awake(&self) -> bool {
         self.woken > self.slept
+    }
+
+    /// This rank has work. Returns the time awake to ask the front for, once, if it sleeps.
+    pub(crate) fn ask(&mut self) -> Option<u64> {
+        let next = self.slept + 1;
+        if self.is_awake() || self.asked == next {
+            return None;
+        }
+        self.asked = next;
+        Some(next)
     }
 
     /// A turn in which no rank had work; returns the number to tell the front.
@@ -70,20 +89,39 @@ mod tests {
 
     #[derive(Clone, Copy)]
     enum Message {
-        Work(u32),
+        /// Steps of a request, and whether its KV is still to come.
+        Work(u32, bool),
         Wake(u64),
+    }
+
+    enum Said {
+        Over,
+        Slept(u64),
+        Asks(u64),
     }
 
     #[derive(Default)]
     struct Rank {
         wake: RankWake,
         inbox: VecDeque<Message>,
-        outbox: VecDeque<Result<u64, ()>>,
+        outbox: VecDeque<Said>,
+        /// Steps of those that wait for KV.
+        stalled: Vec<u32>,
         /// Steps that its requests still take.
         work: VecDeque<u32>,
         /// It waits in the turn of this number, with this report.
         waits: Option<bool>,
         turns: u64,
+    }
+
+    impl Rank {
+        fn ask(&mut self) {
+            if !self.work.is_empty()
+                && let Some(number) = self.wake.ask()
+            {
+                self.outbox.push_back(Said::Asks(number));
+            }
+        }
     }
 
     /// Ranks with queues in both directions and a collective, stepped in any order.
@@ -102,9 +140,11 @@ mod tests {
             }
         }
 
-        fn submit(&mut self, rank: usize, steps: u32) {
+        fn submit(&mut self, rank: usize, steps: u32, remote: bool) {
             self.open += 1;
-            self.ranks[rank].inbox.push_back(Message::Work(steps));
+            self.ranks[rank]
+                .inbox
+                .push_back(Message::Work(steps, remote));
             let number = self.front.work();
             self.broadcast(number);
         }
@@ -114,13 +154,32 @@ mod tests {
                 return false;
             };
             let number = match news {
-                Err(()) => {
+                Said::Over => {
                     self.open -= 1;
                     None
                 }
-                Ok(number) => self.front.slept(number, self.open > 0),
+                Said::Slept(number) => {
+                    self.front.slept(number);
+                    None
+                }
+                Said::Asks(number) => self.front.asked(number),
             };
             self.broadcast(number);
+            true
+        }
+
+        /// The KV of a request comes.
+        fn load(&mut self, rank: usize) -> bool {
+            let rank = &mut self.ranks[rank];
+            // Heard between turns only.
+            if rank.waits.is_some() {
+                return false;
+            }
+            let Some(steps) = rank.stalled.pop() else {
+                return false;
+            };
+            rank.work.push_back(steps);
+            rank.ask();
             true
         }
 
@@ -130,10 +189,12 @@ mod tests {
                 return false;
             }
             match rank.inbox.pop_front() {
-                Some(Message::Work(steps)) => rank.work.push_back(steps),
+                Some(Message::Work(steps, true)) => rank.stalled.push(steps),
+                Some(Message::Work(steps, false)) => rank.work.push_back(steps),
                 Some(Message::Wake(number)) => rank.wake.wake(number),
                 None => return false,
             }
+            rank.ask();
             true
         }
 
@@ -157,12 +218,12 @@ mod tests {
                     *steps -= 1;
                     if *steps == 0 {
                         rank.work.pop_front();
-                        rank.outbox.push_back(Err(()));
+                        rank.outbox.push_back(Said::Over);
                     }
                 }
                 if !busy {
                     let number = rank.wake.agreed();
-                    rank.outbox.push_back(Ok(number));
+                    rank.outbox.push_back(Said::Slept(number));
                 }
             }
             true
@@ -173,14 +234,15 @@ mod tests {
         #[test]
         fn all_requests_end_and_all_ranks_sleep_then(
             ranks in 1_usize..5,
-            schedule in prop::collection::vec((0_u8..5, any::<usize>(), 1_u32..5), 0..400),
+            schedule in prop::collection::vec((0_u8..7, any::<usize>(), 1_u32..5), 0..400),
         ) {
             let mut world = World { front: GroupWake::default(), ranks: Vec::new(), open: 0 };
             world.ranks.resize_with(ranks, Rank::default);
             for (action, pick, steps) in schedule {
                 let rank = pick % ranks;
                 match action {
-                    0 => world.submit(rank, steps),
+                    0 => world.submit(rank, steps, pick % 3 == 0),
+                    5 => { world.load(rank); }
                     1 => { world.hear(rank); }
                     2 => { world.read(rank); }
                     _ => { world.enter(rank); }
@@ -189,7 +251,7 @@ mod tests {
             // In the end everybody goes on until nothing can.
             for _ in 0..100_000 {
                 let moved = (0..ranks)
-                    .map(|rank| world.hear(rank) | world.read(rank) | world.enter(rank))
+                    .map(|rank| world.hear(rank) | world.read(rank) | world.load(rank) | world.enter(rank))
                     .fold(false, |any, one| any | one);
                 if !moved {
                     break;

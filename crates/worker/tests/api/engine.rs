@@ -2,6 +2,7 @@
 
 use crate::support::{CONTEXT, Server, expected};
 use serde_json::{Value, json};
+use twinfer_config::MoeComm;
 use twinfer_protocol::Role;
 
 const PATH: &str = "/v1/completions";
@@ -484,16 +485,30 @@ async fn each_of_64_requests_gets_its_own_text_and_count() {
 #[tokio::test]
 async fn flags_of_the_engine_are_checked_at_start() {
     type Change = fn(&mut twinfer_config::ServeConfig);
-    let changes: [(Change, &str); 9] = [
+    let changes: [(Change, &str); 14] = [
         (|c| c.num_speculative_tokens = 6, "num-speculative-tokens"),
         (|c| c.dp = 0, "dp"),
         (|c| c.dp = 65, "dp"),
         (
             |c| {
                 c.dp = 2;
-                c.role = Role::Prefill;
+                c.kv_port = u16::MAX;
             },
-            "dp",
+            "kv-port",
+        ),
+        (|c| c.moe_comm = Some(MoeComm::AllGather), "moe-comm"),
+        (|c| c.eplb_interval = Some(8), "eplb-interval"),
+        (|c| c.eplb_after_prefill = true, "eplb-after-prefill"),
+        (
+            |c| c.num_redundant_experts = Some(2),
+            "num-redundant-experts",
+        ),
+        (
+            |c| {
+                c.dp = 2;
+                c.eplb_interval = Some(0);
+            },
+            "eplb-interval",
         ),
         (|c| c.prefill_chunk = Some(8), "prefill-chunk"),
         (|c| c.prefill_longest_wait = Some(8), "prefill-longest-wait"),
