@@ -4,6 +4,7 @@
 mod command;
 mod cores;
 mod diagnostic;
+pub mod engines;
 mod example;
 mod facts;
 mod file;

@@ -1,0 +1,25 @@
+//! Engines that are driven by a template: vLLM, vLLM-Ascend and others.
+
+mod argv;
+mod file;
+mod head;
+mod limits;
+mod lint;
+mod load;
+mod memory;
+mod plan;
+mod ports;
+mod resolve;
+mod router;
+mod template;
+
+pub use file::{Api, EngineFile, Graph, Kind, RouterProgram};
+pub use lint::{Exception, Finding, Findings, Rule, Severity, lint, refuse, rule, rules};
+pub use load::{EngineDeployment, engine_of};
+pub use memory::DeviceMemory;
+pub use plan::{
+    EngineInstancePlan, EnginePlan, NodeRanks, Pair, PlannedNode, PortKind, PortUse, Process,
+    RouterPlan,
+};
+pub use resolve::resolve_engines;
+pub use template::{Flow, TemplateError, built_in_names};
