@@ -62,15 +62,39 @@ GET /ready answers 200 once requests can be served. SIGTERM or Ctrl-C drains; a 
 Keys: TWINFER_API_KEY (clients) and TWINFER_PEER_KEY (instances), or files of mode 0600.")]
     Router(Box<RouterArgs>),
 
-    /// Show what `up` would start: names, cores, ports, command lines.
+    /// Show what would be started: names, cores or devices, ranks, ports, command lines.
     #[command(after_help = "\
 Examples:
   twinfer plan deploy.yaml
-  twinfer plan deploy.yaml --json | jq '.instances[].command'
-  diff <(twinfer plan old.yaml) <(twinfer plan new.yaml)
+  twinfer plan deploy.yaml --format json | jq '.instances[].command'
+  twinfer plan diff old.yaml new.yaml
 
+With an engine by template (vllm, vllm-ascend, deepinfer, omniinfer, or a template file) the plan also states ports by node,
+limits of each pair, memory of a device, and what the deployment is not; a finding of severity E stops it (see `twinfer lint`).
 Exit code 64 when the file is wrong; every mistake is shown with its line.")]
     Plan(PlanArgs),
+
+    /// Check a deployment file against the rules of its engine.
+    #[command(after_help = "\
+Examples:
+  twinfer lint deploy.yaml
+  twinfer lint deploy.yaml --allow 13 --format json
+  twinfer lint --explain 13
+
+Findings are E (plan and render refuse), W (likely not meant) and I (worth knowing), each with what was found, what is allowed
+and the nearest valid value. Exit code 64 when one is E and not allowed.")]
+    Lint(LintArgs),
+
+    /// Write the files that start a deployment: scripts, containers, units, manifests, tables, benchmark settings.
+    #[command(after_help = "\
+Examples:
+  twinfer render deploy.yaml --out rendered
+  twinfer render deploy.yaml --out rendered --force --folder /srv/twinfer
+
+For engines by template; `twinfer up` starts the native one. For every node: a script per process, start.sh that starts and
+watches them, docker.sh, compose.yaml, systemd units; beside them kubernetes.yaml, the router's script, rank table or its
+generator's call, warm-up and benchmark settings, and plan.json.")]
+    Render(RenderArgs),
 
     /// Start a deployment on this machine, supervise it, stop it with Ctrl-C.
     #[command(after_help = "\
@@ -154,14 +178,107 @@ pub(crate) struct RouterArgs {
 
 /// Arguments of `plan`.
 #[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(crate) struct PlanArgs {
+    /// Deployment file.
+    #[arg(value_name = "FILE", required = true)]
+    pub(crate) file: Option<PathBuf>,
+
+    /// Form of the output.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) format: Format,
+
+    /// The same as `--format json`.
+    #[arg(long, conflicts_with = "format")]
+    pub(crate) json: bool,
+
+    /// What is common to commands that read deployments by template.
+    #[command(flatten)]
+    pub(crate) engines: EngineArgs,
+
+    #[command(subcommand)]
+    pub(crate) command: Option<PlanCommand>,
+}
+
+/// What else `plan` does.
+#[derive(Debug, Subcommand)]
+pub(crate) enum PlanCommand {
+    /// Show what two plans differ in, a line per value.
+    Diff {
+        /// Deployment file.
+        #[arg(value_name = "OLD")]
+        old: PathBuf,
+        /// Deployment file.
+        #[arg(value_name = "NEW")]
+        new: PathBuf,
+    },
+}
+
+/// Form of an output.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Format {
+    /// Lines for people.
+    #[default]
+    Table,
+    /// JSON.
+    Json,
+}
+
+/// Arguments of all commands that read deployments by template.
+#[derive(Debug, Default, Args)]
+pub(crate) struct EngineArgs {
+    /// File of mode 0600 with private values (addresses, interfaces, ports, pods) that are merged over the deployment;
+    /// nodes and instances by their names. Engines by template only.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) private: Option<PathBuf>,
+
+    /// Rule whose findings are permitted; the plan records it. Engines by template only.
+    #[arg(long, value_name = "N", value_delimiter = ',')]
+    pub(crate) allow: Vec<u16>,
+}
+
+/// Arguments of `lint`.
+#[derive(Debug, Args)]
+pub(crate) struct LintArgs {
+    /// Deployment file.
+    #[arg(value_name = "FILE", required_unless_present = "explain")]
+    pub(crate) file: Option<PathBuf>,
+
+    /// Explain a rule.
+    #[arg(long, value_name = "N", conflicts_with = "file")]
+    pub(crate) explain: Option<u16>,
+
+    /// Form of the output.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) format: Format,
+
+    /// What is common to commands that read deployments by template.
+    #[command(flatten)]
+    pub(crate) engines: EngineArgs,
+}
+
+/// Arguments of `render`.
+#[derive(Debug, Args)]
+pub(crate) struct RenderArgs {
     /// Deployment file.
     #[arg(value_name = "FILE")]
     pub(crate) file: PathBuf,
 
-    /// Print JSON.
+    /// Folder that the files are written to; absent or empty.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) out: PathBuf,
+
+    /// Write over files of the folder.
     #[arg(long)]
-    pub(crate) json: bool,
+    pub(crate) force: bool,
+
+    /// Folder on the nodes that the files are copied to; /opt/twinfer/NAME if absent.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) folder: Option<String>,
+
+    /// What is common to commands that read deployments by template.
+    #[command(flatten)]
+    pub(crate) engines: EngineArgs,
 }
 
 /// Arguments of `up`.

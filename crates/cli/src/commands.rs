@@ -3,10 +3,12 @@
 mod demo;
 mod fake;
 mod generate;
+mod lint;
 mod machine;
 mod plan;
 mod rank;
 mod reference;
+mod render;
 mod router;
 mod runtime;
 mod serve;
@@ -24,6 +26,8 @@ pub(crate) fn run(cli: Cli) -> Outcome {
         Command::Serve(args) => serve::run(*args),
         Command::Router(args) => router::run(*args),
         Command::Plan(args) => plan::run(&args),
+        Command::Lint(args) => lint::run(&args),
+        Command::Render(args) => render::run(&args),
         Command::Up(args) => up::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Fake(args) => fake::run(args),

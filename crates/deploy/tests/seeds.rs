@@ -3,7 +3,9 @@
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use twinfer_deploy::engines::{EngineDeployment, EnginePlan, Severity, lint, refuse, resolve_engines};
+use twinfer_deploy::engines::{
+    EngineDeployment, EnginePlan, Severity, lint, refuse, resolve_engines,
+};
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -28,7 +30,12 @@ const SEEDS: &[(&str, &str, &[&str], &[&str])] = &[
     ("003-1p1d", "003", &[], &[]),
     // The script leaves address, port and name to the engine's defaults, and reads its model configuration from a
     // path of the repository, which the text does not give in full.
-    ("004-hybrid", "004", &["--host", "--port", "--served-model-name"], &["MODEL_EXTRA_CFG_PATH"]),
+    (
+        "004-hybrid",
+        "004",
+        &["--host", "--port", "--served-model-name"],
+        &["MODEL_EXTRA_CFG_PATH"],
+    ),
 ];
 
 /// Process to its lines: what stands there, and where.
@@ -37,15 +44,23 @@ fn recorded(file: &str) -> BTreeMap<String, BTreeMap<String, String>> {
     let mut map: BTreeMap<String, BTreeMap<String, String>> = BTreeMap::new();
     for line in text.lines().filter(|line| !line.starts_with('#')) {
         let parts: Vec<&str> = line.splitn(3, '\t').collect();
-        let [process, place, words] = parts[..] else { panic!("{file}: {line}") };
-        map.entry(process.to_owned()).or_default().insert(words.to_owned(), place.to_owned());
+        let [process, place, words] = parts[..] else {
+            panic!("{file}: {line}")
+        };
+        map.entry(process.to_owned())
+            .or_default()
+            .insert(words.to_owned(), place.to_owned());
     }
     map
 }
 
 /// A word as its JSON value where it is an object: blanks and order mean nothing.
 fn same(a: &str, b: &str) -> bool {
-    let object = |text: &str| serde_json::from_str::<Value>(text).ok().filter(Value::is_object);
+    let object = |text: &str| {
+        serde_json::from_str::<Value>(text)
+            .ok()
+            .filter(Value::is_object)
+    };
     match (object(a), object(b)) {
         (Some(a), Some(b)) => a == b,
         _ => a == b,
@@ -54,7 +69,10 @@ fn same(a: &str, b: &str) -> bool {
 
 /// `--flag value` pairs of a command line; the words before the first flag are one entry.
 fn arguments(argv: &[String]) -> Vec<(String, String)> {
-    let first = argv.iter().position(|word| word.starts_with("--")).unwrap_or(argv.len());
+    let first = argv
+        .iter()
+        .position(|word| word.starts_with("--"))
+        .unwrap_or(argv.len());
     let mut list = vec![(argv[..first].join(" "), String::new())];
     let mut at = first;
     while at < argv.len() {
@@ -86,7 +104,10 @@ fn arguments_and_environment_are_the_seeds() {
                 };
                 match own.iter().position(|(f, v)| f == flag && same(v, value)) {
                     Some(at) => matched[at] = true,
-                    None => wrong.push(format!("{name} {process}: {place} has {words:?}, we {:?}", own.iter().find(|(f, _)| f == flag))),
+                    None => wrong.push(format!(
+                        "{name} {process}: {place} has {words:?}, we {:?}",
+                        own.iter().find(|(f, _)| f == flag)
+                    )),
                 }
             }
             for (at, (flag, value)) in own.iter().enumerate() {
@@ -96,7 +117,9 @@ fn arguments_and_environment_are_the_seeds() {
             }
         }
         for (process, lines) in recorded(&format!("{file}.env")) {
-            let Some(ours) = plan.processes.iter().find(|one| one.name == process) else { continue };
+            let Some(ours) = plan.processes.iter().find(|one| one.name == process) else {
+                continue;
+            };
             for (words, place) in &lines {
                 let (variable, value) = words.split_once('=').expect("NAME=value");
                 let own = ours.environment.iter().find(|(known, _)| known == variable);
@@ -106,7 +129,10 @@ fn arguments_and_environment_are_the_seeds() {
             }
             for (variable, value) in &ours.environment {
                 if !extra_variables.contains(&variable.as_str())
-                    && !lines.keys().any(|line| line.split_once('=').is_some_and(|(known, _)| known == variable))
+                    && !lines.keys().any(|line| {
+                        line.split_once('=')
+                            .is_some_and(|(known, _)| known == variable)
+                    })
                 {
                     wrong.push(format!("{name} {process}: we add {variable}={value}"));
                 }
@@ -123,12 +149,20 @@ fn findings_of_the_seeds_are_the_golden_ones_and_none_stops_a_plan() {
         let deployment = load(name);
         let plan = plan(name);
         let found = lint(&deployment, &plan, &[]);
-        assert!(found.findings.iter().all(|one| one.severity != Severity::E), "{name}: {found}");
+        assert!(
+            found.findings.iter().all(|one| one.severity != Severity::E),
+            "{name}: {found}"
+        );
         refuse(&deployment, &plan, &[]).unwrap_or_else(|error| panic!("{error}"));
         let text: String = found
             .findings
             .iter()
-            .map(|one| format!("{} {} line {}: {}\n", one.severity, one.rule, one.line, one.found))
+            .map(|one| {
+                format!(
+                    "{} {} line {}: {}\n",
+                    one.severity, one.rule, one.line, one.found
+                )
+            })
             .collect();
         let path = root().join(format!("examples/seed-{name}/findings.txt"));
         if bless {
@@ -141,10 +175,21 @@ fn findings_of_the_seeds_are_the_golden_ones_and_none_stops_a_plan() {
 
 #[test]
 fn one_engine_over_two_nodes_is_refused_for_deepinfer_and_native_offered() {
-    let error = resolve_engines(&load("000-ep16"), &[]).expect_err("refused").to_string();
-    assert!(error.contains("serve_recipe.py starts all ranks of an engine on its own node"), "{error}");
-    assert!(error.contains("engine: native serves one engine over several nodes"), "{error}");
-    assert!(error.contains("deploy.yaml:") && error.contains("ranks: {node-0: 8, node-1: 8}"), "{error}");
+    let error = resolve_engines(&load("000-ep16"), &[])
+        .expect_err("refused")
+        .to_string();
+    assert!(
+        error.contains("serve_recipe.py starts all ranks of an engine on its own node"),
+        "{error}"
+    );
+    assert!(
+        error.contains("engine: native serves one engine over several nodes"),
+        "{error}"
+    );
+    assert!(
+        error.contains("deploy.yaml:") && error.contains("ranks: {node-0: 8, node-1: 8}"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -152,16 +197,28 @@ fn the_head_says_what_a_deployment_is_and_is_not() {
     let head = |name: &str| plan(name).head.join("\n");
     let one = head("000-8p8d");
     assert!(one.contains("1 world on 1 node (8 devices)"), "{one}");
-    assert!(one.contains("one DP8/EP8 engine on 8 devices, both phases on each"), "{one}");
+    assert!(
+        one.contains("one DP8/EP8 engine on 8 devices, both phases on each"),
+        "{one}"
+    );
     assert!(one.contains("not 16"), "{one}");
     let apart = head("000-apart");
-    assert!(apart.contains("2 worlds on 2 nodes (16 devices)") && apart.contains("not one EP16 engine"), "{apart}");
+    assert!(
+        apart.contains("2 worlds on 2 nodes (16 devices)") && apart.contains("not one EP16 engine"),
+        "{apart}"
+    );
     let wide = head("001-2p1d");
     assert!(wide.contains("3 worlds on 4 nodes (64 devices)"), "{wide}");
-    assert!(wide.contains("decode: one DP32/EP32 engine on 32 devices"), "{wide}");
+    assert!(
+        wide.contains("decode: one DP32/EP32 engine on 32 devices"),
+        "{wide}"
+    );
     assert!(wide.contains("d2 ranks 16-31"), "{wide}");
     let hybrid = head("004-hybrid");
-    assert!(hybrid.contains("one DP32/EP32 engine on 32 devices"), "{hybrid}");
+    assert!(
+        hybrid.contains("one DP32/EP32 engine on 32 devices"),
+        "{hybrid}"
+    );
 }
 
 #[test]
@@ -176,12 +233,28 @@ fn ports_of_a_node_follow_the_connector() {
     };
     let mooncake = spans("001-2p1d");
     // dp_rank is the global one: the second node of decode goes on where the first ends.
-    assert!(mooncake.contains(&("p1".to_owned(), 36000, 36007)), "{mooncake:?}");
-    assert!(mooncake.contains(&("p1".to_owned(), 36008, 36015)), "{mooncake:?}");
-    assert!(mooncake.contains(&("d1".to_owned(), 36215, 36215)), "{mooncake:?}");
-    assert!(mooncake.contains(&("d2".to_owned(), 36216, 36216)) && mooncake.contains(&("d2".to_owned(), 36231, 36231)), "{mooncake:?}");
+    assert!(
+        mooncake.contains(&("p1".to_owned(), 36000, 36007)),
+        "{mooncake:?}"
+    );
+    assert!(
+        mooncake.contains(&("p1".to_owned(), 36008, 36015)),
+        "{mooncake:?}"
+    );
+    assert!(
+        mooncake.contains(&("d1".to_owned(), 36215, 36215)),
+        "{mooncake:?}"
+    );
+    assert!(
+        mooncake.contains(&("d2".to_owned(), 36216, 36216))
+            && mooncake.contains(&("d2".to_owned(), 36231, 36231)),
+        "{mooncake:?}"
+    );
     let llmdd = spans("003-1p1d");
-    assert_eq!(llmdd, [("p".to_owned(), 5559, 5574), ("d".to_owned(), 5659, 5674)]);
+    assert_eq!(
+        llmdd,
+        [("p".to_owned(), 5559, 5574), ("d".to_owned(), 5659, 5674)]
+    );
 }
 
 #[test]
@@ -201,16 +274,23 @@ fn values_of_seed_003_with_mooncake_are_refused_until_the_port_is_valid() {
             .replace("LLMDataDistCMgrConnector", connector)
             .replace("engine-version: 0.9.1", "engine-version: 0.20.2")
             .replacen("kv-port: 20001", &format!("kv-port: {port}"), 2);
-        let deployment = EngineDeployment::parse("d", &text, None, path.parent().expect("a folder")).unwrap_or_else(|e| panic!("{e}"));
+        let deployment =
+            EngineDeployment::parse("d", &text, None, path.parent().expect("a folder"))
+                .unwrap_or_else(|e| panic!("{e}"));
         let plan = resolve_engines(&deployment, &[]).unwrap_or_else(|e| panic!("{e}"));
         refuse(&deployment, &plan, &[]).map_err(|error| error.to_string())
     };
     for port in ["20001", "30000"] {
         let error = with(port, "MooncakeConnectorV1").expect_err(port);
-        assert!(error.contains(&format!("kv-port {port} takes {port}-")), "{error}");
+        assert!(
+            error.contains(&format!("kv-port {port} takes {port}-")),
+            "{error}"
+        );
         assert!(error.contains("in 20000-35999"), "{error}");
         assert!(error.contains("nearest: kv-port 36000"), "{error}");
     }
-    let left = with("36000", "MooncakeConnectorV1").err().unwrap_or_default();
+    let left = with("36000", "MooncakeConnectorV1")
+        .err()
+        .unwrap_or_default();
     assert!(!left.contains("rule 13"), "{left}");
 }

@@ -4,9 +4,7 @@ use crate::engines::file::EngineNode;
 use crate::engines::load::EngineDeployment;
 use crate::engines::plan::Process;
 use crate::engines::resolve::{Draft, handoff_used, text};
-use crate::engines::template::{
-    Connector, Variables, deep_merge, fill, fill_tree, holds, plain,
-};
+use crate::engines::template::{Connector, Variables, deep_merge, fill, fill_tree, holds, plain};
 use crate::source::canonical;
 use serde_json::{Map, Value};
 
@@ -52,13 +50,11 @@ pub(crate) fn process(
     }
     let node_environment = node_flags.get("environment").and_then(Value::as_object);
     let mut environment: Vec<(String, String)> = Vec::new();
-    let mut set = |name: &str, value: String| match environment
-        .iter_mut()
-        .find(|(known, _)| known == name)
-    {
-        Some((_, old)) => *old = value,
-        None => environment.push((name.to_owned(), value)),
-    };
+    let mut set =
+        |name: &str, value: String| match environment.iter_mut().find(|(known, _)| known == name) {
+            Some((_, old)) => *old = value,
+            None => environment.push((name.to_owned(), value)),
+        };
     let connector_environment = handoff.then_some(&connector.environment);
     for (name, value) in template
         .environment
@@ -83,7 +79,10 @@ pub(crate) fn process(
     {
         for (name, value) in map {
             // The same variables as in templates, so that one line serves all nodes.
-            set(name, fill(&text(value), &variables).unwrap_or_else(|| text(value)));
+            set(
+                name,
+                fill(&text(value), &variables).unwrap_or_else(|| text(value)),
+            );
         }
     }
     process.environment = environment;

@@ -109,7 +109,9 @@ pub struct EngineModel {
 }
 
 /// Generation of a node's devices.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
+)]
 pub enum Kind {
     /// Atlas A2: one chip per card, RoCE between nodes.
     A2,

@@ -86,7 +86,12 @@ fn engine(plan: &EnginePlan, instance: &EngineInstancePlan) -> String {
 
 /// What readers take such a deployment for.
 fn not(plan: &EnginePlan, devices: u32) -> Vec<String> {
-    let of = |role| plan.instances.iter().filter(move |one| one.role == role).count();
+    let of = |role| {
+        plan.instances
+            .iter()
+            .filter(move |one| one.role == role)
+            .count()
+    };
     let (prefill, decode, both) = (of(Role::Prefill), of(Role::Decode), of(Role::Both));
     let mut lines = Vec::new();
     if both == 1 && prefill == 0 {

@@ -7,38 +7,66 @@ use twinfer_protocol::Role;
 
 const GIB: f64 = (1u64 << 30) as f64;
 
-/// Limits of every pair of prefill and decode, and of every instance that does both.
+/// Limits of every pair of prefill and decode, and of every instance that does both; pairs with equal limits are
+/// counted, not repeated.
 pub(crate) fn pairs(plan: &EnginePlan) -> Vec<Pair> {
-    let limit = |instance: &EngineInstancePlan| {
-        plan.processes_of(&instance.name)
-            .filter_map(|process| process.number("max-model-len"))
-            .min()
+    struct Side<'p> {
+        instance: &'p EngineInstancePlan,
+        limit: Option<u64>,
+        seqs: Option<u64>,
+    }
+    let of = |role| -> Vec<Side<'_>> {
+        plan.instances
+            .iter()
+            .filter(|one| one.role == role)
+            .map(|instance| Side {
+                instance,
+                limit: plan
+                    .processes_of(&instance.name)
+                    .filter_map(|process| process.number("max-model-len"))
+                    .min(),
+                seqs: sequences(plan, instance),
+            })
+            .collect()
     };
-    let of = |role| plan.instances.iter().filter(move |one| one.role == role);
-    let mut pairs = Vec::new();
-    for decode in of(Role::Decode) {
-        for prefill in of(Role::Prefill) {
-            let (p, d) = (limit(prefill), limit(decode));
-            let both = [p, d].into_iter().flatten().min();
+    let (prefill, decode) = (of(Role::Prefill), of(Role::Decode));
+    let mut pairs: Vec<Pair> = Vec::new();
+    let mut add = |pair: Pair| {
+        let same = pairs.iter_mut().find(|other| {
+            (other.max_prompt, other.max_len, other.decode_seqs)
+                == (pair.max_prompt, pair.max_len, pair.decode_seqs)
+        });
+        match same {
+            Some(other) => other.count += 1,
+            None => pairs.push(pair),
+        }
+    };
+    for d in &decode {
+        for p in &prefill {
             // Prefill adds one token of its own, which decode computes again.
-            let prompt = [p.map(|p| p.saturating_sub(1)), d.map(|d| d.saturating_sub(1))];
-            pairs.push(Pair {
-                prefill: prefill.name.clone(),
-                decode: decode.name.clone(),
-                max_prompt: prompt.into_iter().flatten().min(),
-                max_len: d.or(both),
-                decode_seqs: sequences(plan, decode),
+            let prompt = [p.limit, d.limit];
+            let prompt = prompt
+                .into_iter()
+                .flatten()
+                .map(|len| len.saturating_sub(1));
+            add(Pair {
+                prefill: p.instance.name.clone(),
+                decode: d.instance.name.clone(),
+                count: 1,
+                max_prompt: prompt.min(),
+                max_len: d.limit.or(p.limit),
+                decode_seqs: d.seqs,
             });
         }
     }
     for both in of(Role::Both) {
-        let len = limit(both);
-        pairs.push(Pair {
-            prefill: both.name.clone(),
-            decode: both.name.clone(),
-            max_prompt: len.map(|len| len.saturating_sub(1)),
-            max_len: len,
-            decode_seqs: sequences(plan, both),
+        add(Pair {
+            prefill: both.instance.name.clone(),
+            decode: both.instance.name.clone(),
+            count: 1,
+            max_prompt: both.limit.map(|len| len.saturating_sub(1)),
+            max_len: both.limit,
+            decode_seqs: both.seqs,
         });
     }
     pairs
@@ -67,7 +95,11 @@ pub(crate) fn memory(deployment: &EngineDeployment, plan: &EnginePlan) -> Vec<De
         let Some(process) = plan.processes_of(&instance.name).next() else {
             continue;
         };
-        let node = deployment.file.nodes.iter().find(|node| node.name == process.node);
+        let node = deployment
+            .file
+            .nodes
+            .iter()
+            .find(|node| node.name == process.node);
         let Some(device) = node.and_then(|node| node.device_memory) else {
             continue;
         };
@@ -80,7 +112,9 @@ pub(crate) fn memory(deployment: &EngineDeployment, plan: &EnginePlan) -> Vec<De
             .and_then(|text| text.parse().ok())
             .unwrap_or(200.0);
         let ascend = !deployment.template.port_ranges.is_empty();
-        let len = process.number("max-model-len").unwrap_or(model.context as u64);
+        let len = process
+            .number("max-model-len")
+            .unwrap_or(model.context as u64);
         list.push(memory::of(
             &instance.name,
             model,
@@ -106,7 +140,8 @@ pub(crate) fn memory(deployment: &EngineDeployment, plan: &EnginePlan) -> Vec<De
 /// Bytes of a linear layer's weight: one when the checkpoint is w8a8 and loaded as such.
 fn weight_bytes(deployment: &EngineDeployment, process: &Process) -> f64 {
     let weights = deployment.file.model.weights.as_deref().unwrap_or_default();
-    let loaded = process.settings.contains_key("quantization") || deployment.template.name == "omniinfer";
+    let loaded =
+        process.settings.contains_key("quantization") || deployment.template.name == "omniinfer";
     match weights {
         "w8a8" | "w8a8c8" | "fp8" | "int8" if loaded => 1.0,
         "w4a8" | "w4a16" if loaded => 0.5,

@@ -380,7 +380,10 @@ impl Exception {
             .as_deref()
             .is_none_or(|name| context.plan.connector.as_deref() == Some(name))
             && self.from.as_ref().is_none_or(|from| *here >= version(from))
-            && self.until.as_ref().is_none_or(|until| *here < version(until))
+            && self
+                .until
+                .as_ref()
+                .is_none_or(|until| *here < version(until))
     }
 }
 

@@ -26,13 +26,22 @@ pub struct EngineDeployment {
     root: Node,
 }
 
-/// Name of the engine that a file asks for; none: the native one, or the text is no YAML.
-pub fn engine_of(text: &str) -> Option<String> {
-    let root = parse(text).ok()?;
-    match &root.get("engine")?.node.value {
-        crate::source::Value::Scalar(Value::String(name)) if name != "native" => Some(name.clone()),
-        _ => None,
-    }
+/// Name of the engine by template that a file asks for; none: the native one, or the text is no YAML, which
+/// reading it as a native deployment tells.
+///
+/// # Errors
+/// The file cannot be read.
+pub fn engine_of(path: &Path) -> Result<Option<String>, LoadError> {
+    let text = read_text(path)?;
+    let engine = parse(&text)
+        .ok()
+        .and_then(|root| match &root.get("engine")?.node.value {
+            crate::source::Value::Scalar(Value::String(name)) if name != "native" => {
+                Some(name.clone())
+            }
+            _ => None,
+        });
+    Ok(engine)
 }
 
 impl EngineDeployment {
@@ -77,9 +86,8 @@ impl EngineDeployment {
             return Err(fail(checker.found));
         }
         if let Some(private) = private {
-            let over: Value = serde_saphyr::from_str(private).map_err(|error| {
-                fail(vec![nowhere(format!("the private file: {error}"))])
-            })?;
+            let over: Value = serde_saphyr::from_str(private)
+                .map_err(|error| fail(vec![nowhere(format!("the private file: {error}"))]))?;
             merge_private(&mut json, &canonical_keys(&over, 3));
         }
         let file = serde_json::from_value::<EngineFile>(json)
@@ -92,10 +100,20 @@ impl EngineDeployment {
                 )),
                 _ => None,
             };
-            fail(vec![at_value(&root, steps!["engine"], error.to_string(), help)])
+            fail(vec![at_value(
+                &root,
+                steps!["engine"],
+                error.to_string(),
+                help,
+            )])
         })?;
         let (model, model_json) = model_of(&file, folder).map_err(|message| {
-            fail(vec![at_value(&root, steps!["model", "config"], message, None)])
+            fail(vec![at_value(
+                &root,
+                steps!["model", "config"],
+                message,
+                None,
+            )])
         })?;
         Ok(Self {
             file,
@@ -171,7 +189,9 @@ fn merge_private(base: &mut Value, over: &Value) {
     };
     for (key, value) in over {
         match (base.get_mut(key), value) {
-            (Some(Value::Array(list)), Value::Array(more)) if key == "nodes" || key == "instances" => {
+            (Some(Value::Array(list)), Value::Array(more))
+                if key == "nodes" || key == "instances" =>
+            {
                 for one in more {
                     let name = one.get("name");
                     match list.iter_mut().find(|old| old.get("name") == name) {

@@ -95,10 +95,14 @@ pub(crate) fn of(instance: &str, model: &ModelConfig, spread: &Spread) -> Device
     let rows = (spread.max_num_seqs * (1 + spread.drafts)) as f64;
     // Residual, normed and attention output in bf16; logits in f32.
     let workspace = tokens * hidden * 2.0 * 4.0 + rows * model.vocab_size as f64 * 4.0 / tp;
-    let communicators = [spread.tp > 1, spread.dp > 1, spread.ep.is_some_and(|ep| ep > 1)]
-        .into_iter()
-        .filter(|used| *used)
-        .count() as f64;
+    let communicators = [
+        spread.tp > 1,
+        spread.dp > 1,
+        spread.ep.is_some_and(|ep| ep > 1),
+    ]
+    .into_iter()
+    .filter(|used| *used)
+    .count() as f64;
     let collectives = spread
         .buffer_mb
         .map_or(0.0, |mb| mb * 1e6 * 2.0 * communicators);

@@ -201,6 +201,8 @@ pub struct Pair {
     pub prefill: String,
     /// Decode instance.
     pub decode: String,
+    /// Pairs with these limits; this is the first.
+    pub count: u32,
     /// Most tokens of a prompt.
     pub max_prompt: Option<u64>,
     /// Most tokens of prompt and answer.
@@ -233,11 +235,17 @@ impl fmt::Display for EnginePlan {
             writeln!(f, "\nlimits")?;
         }
         for pair in &self.pairs {
-            let number = |value: Option<u64>| value.map_or("the model's".to_owned(), |n| n.to_string());
+            let number =
+                |value: Option<u64>| value.map_or("the model's".to_owned(), |n| n.to_string());
             let who = if pair.prefill == pair.decode {
                 pair.decode.clone()
             } else {
                 format!("{} -> {}", pair.prefill, pair.decode)
+            };
+            let who = if pair.count > 1 {
+                format!("{who} and {} more", pair.count - 1)
+            } else {
+                who
             };
             let seqs = pair
                 .decode_seqs
@@ -293,10 +301,19 @@ impl EnginePlan {
     }
 
     /// Processes of an instance.
-    pub fn processes_of<'p>(&'p self, instance: &'p str) -> impl Iterator<Item = &'p Process> {
-        self.processes
-            .iter()
-            .filter(move |process| process.instance == instance)
+    pub fn processes_of(&self, instance: &str) -> impl Iterator<Item = &Process> {
+        let index = self.instances.iter().position(|one| one.name == instance);
+        // Processes stand in the order of their instances.
+        let range = index.map_or(0..0, |index| {
+            let from = self
+                .processes
+                .partition_point(|process| process.instance_index < index);
+            let to = self
+                .processes
+                .partition_point(|process| process.instance_index <= index);
+            from..to
+        });
+        self.processes[range].iter()
     }
 }
 

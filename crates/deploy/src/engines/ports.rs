@@ -4,6 +4,7 @@ use crate::engines::file::Api;
 use crate::engines::load::EngineDeployment;
 use crate::engines::plan::{EngineInstancePlan, EnginePlan, PortKind, PortUse, Process};
 use crate::engines::template::{Connector, RankKind, Span, Transport, version};
+use std::collections::BTreeMap;
 use twinfer_protocol::Role;
 
 /// All ports, by node and number.
@@ -35,7 +36,12 @@ pub(crate) fn of(
         if process.first_rank == 0
             && let Some(port) = rpc_port(process, instance)
         {
-            add(port.into(), port.into(), "rendezvous".to_owned(), PortKind::Rpc);
+            add(
+                port.into(),
+                port.into(),
+                "rendezvous".to_owned(),
+                PortKind::Rpc,
+            );
         }
         if plan.connector.is_none() || instance.role == Role::Both {
             continue;
@@ -47,8 +53,18 @@ pub(crate) fn of(
             add(first, last, format!("handoff, {name}"), PortKind::Handoff);
         }
     }
+    let mut first_of: BTreeMap<&str, &Process> = BTreeMap::new();
+    for process in &plan.processes {
+        first_of.entry(&process.node).or_insert(process);
+    }
+    let order: BTreeMap<&str, usize> = deployment
+        .file
+        .nodes
+        .iter()
+        .enumerate()
+        .map(|(index, node)| (node.name.as_str(), index))
+        .collect();
     for node in &plan.nodes {
-        let here = |process: &&Process| process.node == node.name;
         let mut add = |first: u32, count: u32, what: String, kind| {
             if count > 0 {
                 ports.push(PortUse {
@@ -62,24 +78,39 @@ pub(crate) fn of(
                 });
             }
         };
-        let one = plan.processes.iter().find(here);
-        let transport = connector.transport.as_ref().filter(|_| plan.connector.is_some());
+        let one = first_of.get(node.name.as_str()).copied();
+        let transport = connector
+            .transport
+            .as_ref()
+            .filter(|_| plan.connector.is_some());
         if let (Some(transport), Some(process)) = (transport, one) {
             let (first, per_device) = transport_range(transport, deployment, process);
             let what = format!("{name}'s transport, drawn at random");
             add(first, node.devices * per_device, what, PortKind::Transport);
         }
         for range in &deployment.template.port_ranges {
-            let given = range.variable.as_ref().and_then(|variable| {
-                one?.variable(variable)?.parse::<u16>().ok()
-            });
+            let given = range
+                .variable
+                .as_ref()
+                .and_then(|variable| one?.variable(variable)?.parse::<u16>().ok());
             let first = given.unwrap_or(range.base);
-            add(first.into(), range.count.into(), range.what.clone(), PortKind::Collective);
+            add(
+                first.into(),
+                range.count.into(),
+                range.what.clone(),
+                PortKind::Collective,
+            );
         }
-        let facts = deployment.file.nodes.iter().find(|one| one.name == node.name);
+        let facts = order.get(node.name.as_str());
+        let facts = facts.and_then(|index| deployment.file.nodes.get(*index));
         if let Some([first, last]) = facts.and_then(|node| node.facts.ephemeral_ports) {
             let count = u32::from(last).saturating_sub(first.into()) + 1;
-            add(first.into(), count, "outgoing connections".to_owned(), PortKind::Ephemeral);
+            add(
+                first.into(),
+                count,
+                "outgoing connections".to_owned(),
+                PortKind::Ephemeral,
+            );
         }
     }
     if let Some(router) = &plan.router {
@@ -93,18 +124,22 @@ pub(crate) fn of(
             instance: None,
         });
     }
-    let order = |port: &PortUse| {
-        let node = deployment.file.nodes.iter().position(|node| node.name == port.node);
-        (node, port.first, port.last)
-    };
-    ports.sort_by_cached_key(|port| order(port));
+    ports.sort_by_key(|port| {
+        (
+            order.get(port.node.as_str()).copied(),
+            port.first,
+            port.last,
+        )
+    });
     ports
 }
 
 /// Port of the rendezvous that a process was given.
 pub(crate) fn rpc_port(process: &Process, instance: &EngineInstancePlan) -> Option<u16> {
     let flag = process.number("data-parallel-rpc-port");
-    let variable = process.variable("MASTER_PORT").and_then(|text| text.parse().ok());
+    let variable = process
+        .variable("MASTER_PORT")
+        .and_then(|text| text.parse().ok());
     let port = flag.or(variable)?;
     // A group of one rank meets nobody, except where the engine's workers use the variable.
     (instance.dp > 1 || instance.ranks.len() > 1 || flag.is_some())
@@ -147,7 +182,11 @@ pub(crate) fn handoff_span(
                 .iter()
                 .find(|ranks| ranks.node == process.node)
                 .map_or(0, |ranks| ranks.first);
-            let local = if instance.api == Api::One { 0 } else { process.first_rank - start };
+            let local = if instance.api == Api::One {
+                0
+            } else {
+                process.first_rank - start
+            };
             (local, process.ranks)
         }
     };

@@ -42,7 +42,9 @@ pub fn resolve_engines(
     let mut shared = shared_variables(deployment, &served_model_name, &drafts);
     let http_ports = http_ports(deployment, &drafts);
     if let Some(url) = prefill_url(deployment, &drafts, &http_ports) {
-        shared.entry("handoff.prefill-url".to_owned()).or_insert(url);
+        shared
+            .entry("handoff.prefill-url".to_owned())
+            .or_insert(url);
     }
     let mut next_device: BTreeMap<&str, u32> = BTreeMap::new();
     let mut instances = Vec::new();
@@ -95,11 +97,21 @@ pub fn resolve_engines(
                 set("instance.name", json!(draft.name));
                 set("role", json!(draft.spec.role.as_str()));
                 set("kv-role", json!(kv_role(draft.spec.role)));
-                set("api", json!(if draft.api == Api::One { "one" } else { "per-rank" }));
+                set(
+                    "api",
+                    json!(if draft.api == Api::One {
+                        "one"
+                    } else {
+                        "per-rank"
+                    }),
+                );
                 set("serves", json!(serves));
                 set("first-node", json!(place == 0));
                 set("several-nodes", json!(draft.ranks.len() > 1));
-                set("grouped", json!(draft.dp > 1 || draft.spec.rpc_port.is_some()));
+                set(
+                    "grouped",
+                    json!(draft.dp > 1 || draft.spec.rpc_port.is_some()),
+                );
                 set("dp", json!(draft.dp));
                 set("dp-local", json!(count));
                 set("rank", json!(rank));
@@ -112,7 +124,10 @@ pub fn resolve_engines(
                 set("port", port.map_or(Value::Null, Value::from));
                 set("node.name", json!(node.name));
                 set("node.host", json!(node.host));
-                set("node.nic", node.nic.clone().map_or(Value::Null, Value::from));
+                set(
+                    "node.nic",
+                    node.nic.clone().map_or(Value::Null, Value::from),
+                );
                 let list: Vec<String> = devices.iter().map(u32::to_string).collect();
                 set("devices", json!(list.join(",")));
                 set("whole-node", json!(whole));
@@ -120,7 +135,10 @@ pub fn resolve_engines(
                 let kv = instance_port(deployment, draft, "kv-port", draft.spec.kv_port);
                 set("kv-port", kv.map_or(Value::Null, Value::from));
                 let engine_id = draft.spec.engine_id.clone();
-                set("engine-id", json!(engine_id.unwrap_or_else(|| index.to_string())));
+                set(
+                    "engine-id",
+                    json!(engine_id.unwrap_or_else(|| index.to_string())),
+                );
                 if let Some(graph) = draft.spec.graph {
                     set("graph", serde_json::to_value(graph).unwrap_or_default());
                 }
@@ -138,8 +156,7 @@ pub fn resolve_engines(
                     if holds(&refuse.when, &variables) {
                         let path = steps!["instances", draft.group, refuse.key.as_str()];
                         let message = format!("instance {}: {}", draft.name, refuse.reason);
-                        let mistake =
-                            deployment.wrong(path, message, Some(refuse.instead.clone()));
+                        let mistake = deployment.wrong(path, message, Some(refuse.instead.clone()));
                         if !found.contains(&mistake) {
                             found.push(mistake);
                         }
@@ -170,9 +187,9 @@ pub fn resolve_engines(
                 ));
             }
         }
-        let expert_parallel = made
-            .first()
-            .is_some_and(|process: &Process| process.settings.get("enable-expert-parallel") == Some(&json!(true)));
+        let expert_parallel = made.first().is_some_and(|process: &Process| {
+            process.settings.get("enable-expert-parallel") == Some(&json!(true))
+        });
         // DeepInfer's engines spread experts over all ranks always.
         let always = deployment.template.model_per_http_worker;
         instances.push(EngineInstancePlan {
@@ -341,10 +358,16 @@ fn shared_variables(
     };
     set("model.path", Some(json!(file.model.path)));
     set("model.name", Some(json!(served)));
-    set("model.revision", file.model.revision.clone().map(Value::from));
+    set(
+        "model.revision",
+        file.model.revision.clone().map(Value::from),
+    );
     set("version", Some(json!(deployment.version())));
     set("ranktable", file.ranktable.clone().map(Value::from));
-    let workload = file.warmup.as_ref().and_then(|warmup| warmup.workload.clone());
+    let workload = file
+        .warmup
+        .as_ref()
+        .and_then(|warmup| warmup.workload.clone());
     set("warmup.workload", workload.map(Value::from));
     set(
         "handoff.checkpoint-dir",
@@ -396,10 +419,18 @@ fn check_nodes(deployment: &EngineDeployment, found: &mut Vec<Diagnostic>) {
     }
     for name in deployment.file.engine_options.keys() {
         if !deployment.template.options.contains_key(name) {
-            let known: Vec<&str> = deployment.template.options.keys().map(String::as_str).collect();
+            let known: Vec<&str> = deployment
+                .template
+                .options
+                .keys()
+                .map(String::as_str)
+                .collect();
             found.push(deployment.wrong(
                 steps!["engine-options", name.as_str()],
-                format!("engine-options: {} has no option {name:?}", deployment.template.name),
+                format!(
+                    "engine-options: {} has no option {name:?}",
+                    deployment.template.name
+                ),
                 Some(if known.is_empty() {
                     "it has none".to_owned()
                 } else {
@@ -437,7 +468,10 @@ fn drafts<'d>(deployment: &'d EngineDeployment, found: &mut Vec<Diagnostic>) -> 
             mistakes.push((
                 "api",
                 format!("api: {} has no such form", deployment.template.name),
-                format!("allowed: {}", serde_json::to_string(&deployment.template.api).unwrap_or_default()),
+                format!(
+                    "allowed: {}",
+                    serde_json::to_string(&deployment.template.api).unwrap_or_default()
+                ),
             ));
         }
         if spec.ranks.is_some() && (spec.node.is_some() || spec.nodes.is_some()) {
@@ -450,14 +484,24 @@ fn drafts<'d>(deployment: &'d EngineDeployment, found: &mut Vec<Diagnostic>) -> 
         if spec.ranks.is_some() && spec.count > 1 {
             mistakes.push((
                 "count",
-                format!("count is {} for an instance whose ranks are placed", spec.count),
+                format!(
+                    "count is {} for an instance whose ranks are placed",
+                    spec.count
+                ),
                 "write one instance for each, or use `nodes`".to_owned(),
             ));
         }
-        if spec.nodes.as_ref().is_some_and(|list| list.len() != spec.count as usize) {
+        if spec
+            .nodes
+            .as_ref()
+            .is_some_and(|list| list.len() != spec.count as usize)
+        {
             mistakes.push((
                 "nodes",
-                format!("nodes has not one entry for each of {} instances", spec.count),
+                format!(
+                    "nodes has not one entry for each of {} instances",
+                    spec.count
+                ),
                 format!("give {} names", spec.count),
             ));
         }
@@ -467,7 +511,11 @@ fn drafts<'d>(deployment: &'d EngineDeployment, found: &mut Vec<Diagnostic>) -> 
                 _ => format!("{}-{number}", spec.name),
             };
             if !names.insert(name.clone()) {
-                mistakes.push(("name", format!("instance name {name:?} is taken"), "choose another".to_owned()));
+                mistakes.push((
+                    "name",
+                    format!("instance name {name:?} is taken"),
+                    "choose another".to_owned(),
+                ));
             }
             let placed: Vec<(String, u32)> = match (&spec.ranks, &spec.nodes, &spec.node) {
                 (Some(ranks), ..) => ranks
@@ -502,7 +550,11 @@ fn drafts<'d>(deployment: &'d EngineDeployment, found: &mut Vec<Diagnostic>) -> 
             let mut ranks = Vec::new();
             for (node, count) in placed {
                 let Some(known) = nodes.get(node.as_str()) else {
-                    let key = if spec.ranks.is_some() { "ranks" } else { "node" };
+                    let key = if spec.ranks.is_some() {
+                        "ranks"
+                    } else {
+                        "node"
+                    };
                     unknown(key, &node);
                     continue;
                 };
@@ -555,8 +607,14 @@ fn connector<'d>(
                 let known: Vec<&str> = template.connectors.keys().map(String::as_str).collect();
                 found.push(deployment.wrong(
                     steps!["handoff", "connector"],
-                    format!("handoff.connector is {name:?}, which template {} does not know", template.name),
-                    Some(format!("allowed: {}; a template of your own may add others", known.join(", "))),
+                    format!(
+                        "handoff.connector is {name:?}, which template {} does not know",
+                        template.name
+                    ),
+                    Some(format!(
+                        "allowed: {}; a template of your own may add others",
+                        known.join(", ")
+                    )),
                 ));
             }
             (name, &UNKNOWN)
@@ -567,7 +625,9 @@ fn connector<'d>(
 fn planned_nodes(deployment: &EngineDeployment, processes: &[Process]) -> Vec<PlannedNode> {
     let mut used: BTreeMap<&str, std::collections::BTreeSet<u32>> = BTreeMap::new();
     for process in processes {
-        used.entry(&process.node).or_default().extend(&process.devices);
+        used.entry(&process.node)
+            .or_default()
+            .extend(&process.devices);
     }
     deployment
         .file

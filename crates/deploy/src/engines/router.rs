@@ -32,8 +32,14 @@ pub(crate) fn plan(deployment: &EngineDeployment, plan: &EnginePlan) -> Option<R
         node: node.name.clone(),
         host: spec.host.clone().unwrap_or_else(|| node.host.clone()),
         port: spec.port.unwrap_or(PORT),
-        prefill: spec.prefill.clone().unwrap_or_else(|| endpoints(Role::Prefill)),
-        decode: spec.decode.clone().unwrap_or_else(|| endpoints(Role::Decode)),
+        prefill: spec
+            .prefill
+            .clone()
+            .unwrap_or_else(|| endpoints(Role::Prefill)),
+        decode: spec
+            .decode
+            .clone()
+            .unwrap_or_else(|| endpoints(Role::Decode)),
         both: endpoints(Role::Both),
         argv: Vec::new(),
     };

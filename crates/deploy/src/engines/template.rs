@@ -262,10 +262,13 @@ impl Template {
             name: name.to_owned(),
             message,
         };
-        let own: Self = serde_saphyr::from_str(&text).map_err(|error| malformed(error.to_string()))?;
+        let own: Self =
+            serde_saphyr::from_str(&text).map_err(|error| malformed(error.to_string()))?;
         for item in &own.argv {
             if item.word.is_some() == item.flag.is_some() {
-                return Err(malformed("an item of argv has either `word` or `flag`".to_owned()));
+                return Err(malformed(
+                    "an item of argv has either `word` or `flag`".to_owned(),
+                ));
             }
         }
         match own.extends.clone() {
@@ -458,7 +461,10 @@ mod tests {
     fn built_in_templates_are_well_formed() {
         for name in built_in_names() {
             let template = Template::load(name, Path::new(".")).unwrap_or_else(|e| panic!("{e}"));
-            assert!(!template.argv.is_empty() && !template.api.is_empty(), "{name}");
+            assert!(
+                !template.argv.is_empty() && !template.api.is_empty(),
+                "{name}"
+            );
         }
     }
 
@@ -468,8 +474,16 @@ mod tests {
         let text = "name: mine\nsummary: x\nextends: vllm\nargv:\n  - {flag: --mine, value: '${port}'}\nenvironment: {A: b}\n";
         std::fs::write(folder.path().join("mine.yaml"), text).expect("written");
         let mine = Template::load("mine.yaml", folder.path()).unwrap_or_else(|e| panic!("{e}"));
-        assert!(mine.argv.iter().any(|item| item.flag.as_deref() == Some("--port")));
-        assert!(mine.argv.iter().any(|item| item.flag.as_deref() == Some("--mine")));
+        assert!(
+            mine.argv
+                .iter()
+                .any(|item| item.flag.as_deref() == Some("--port"))
+        );
+        assert!(
+            mine.argv
+                .iter()
+                .any(|item| item.flag.as_deref() == Some("--mine"))
+        );
         assert!(matches!(
             Template::load("nothing", folder.path()),
             Err(TemplateError::Unknown { .. })

@@ -11,6 +11,9 @@ use std::collections::BTreeMap;
 use twinfer_config::ModelConfig;
 use twinfer_protocol::Role;
 
+/// An instance with its first process.
+type Side<'d> = (&'d EngineInstancePlan, &'d Process);
+
 /// A deployment, its plan, and indices into both.
 pub(crate) struct Context<'d> {
     pub(crate) deployment: &'d EngineDeployment,
@@ -55,10 +58,10 @@ impl<'d> Context<'d> {
     pub(crate) fn about(&self, rule: &Rule) -> bool {
         let template = &self.deployment.template;
         rule.engines.is_empty()
-            || rule
-                .engines
-                .iter()
-                .any(|name| *name == template.name || Some(name) == template.extends.as_ref() && template.name != "omniinfer")
+            || rule.engines.iter().any(|name| {
+                *name == template.name
+                    || Some(name) == template.extends.as_ref() && template.name != "omniinfer"
+            })
     }
 
     pub(crate) fn severity(&self, rule: &Rule) -> Severity {
@@ -93,13 +96,11 @@ impl<'d> Context<'d> {
     }
 
     /// The first prefill and the first decode instance.
-    pub(crate) fn sides(
-        &self,
-    ) -> Option<(
-        (&'d EngineInstancePlan, &'d Process),
-        (&'d EngineInstancePlan, &'d Process),
-    )> {
-        Some((self.of(Role::Prefill).next()?, self.of(Role::Decode).next()?))
+    pub(crate) fn sides(&self) -> Option<(Side<'d>, Side<'d>)> {
+        Some((
+            self.of(Role::Prefill).next()?,
+            self.of(Role::Decode).next()?,
+        ))
     }
 
     pub(crate) fn node(&self, name: &str) -> Option<&'d EngineNode> {
@@ -129,7 +130,7 @@ impl<'d> Context<'d> {
         self.version >= version(text)
     }
 
-    /// Is every node an Ascend one?
+    /// Does the model's attention keep one latent for all heads?
     pub(crate) fn mla(&self) -> bool {
         matches!(
             self.model().map(|model| &model.attention),
@@ -140,7 +141,10 @@ impl<'d> Context<'d> {
 
 /// `additional-config` of a process, `scheduler_config` laid over it.
 pub(crate) fn additional(process: &Process) -> Map<String, Value> {
-    let mut map = process.object("additional-config").cloned().unwrap_or_default();
+    let mut map = process
+        .object("additional-config")
+        .cloned()
+        .unwrap_or_default();
     if let Some(Value::Object(inner)) = map.get("scheduler_config").cloned() {
         map.extend(inner);
     }

@@ -32,14 +32,28 @@ fn distinct<'d>(context: &Context<'d>) -> Vec<(&'d EngineInstancePlan, &'d Proce
 }
 
 pub(super) fn sizes(context: &Context<'_>, sink: &mut Sink<'_>) {
-    let Some(((prefill, _), (decode, _))) = context.sides() else { return };
+    let Some(((prefill, _), (decode, _))) = context.sides() else {
+        return;
+    };
     for (instance, process) in distinct(context) {
         for (side, real) in [("prefill", prefill), ("decode", decode)] {
             // Of several prefill instances every one must be what the settings say.
-            let real = if instance.role.as_str() == side { instance } else { real };
-            let Some(said) = extra(process).and_then(|extra| extra.get(side)) else { continue };
-            for (key, value) in [("dp_size", real.dp), ("tp_size", real.tp), ("pp_size", real.pp)] {
-                let Some(given) = said.get(key).and_then(Value::as_u64) else { continue };
+            let real = if instance.role.as_str() == side {
+                instance
+            } else {
+                real
+            };
+            let Some(said) = extra(process).and_then(|extra| extra.get(side)) else {
+                continue;
+            };
+            for (key, value) in [
+                ("dp_size", real.dp),
+                ("tp_size", real.tp),
+                ("pp_size", real.pp),
+            ] {
+                let Some(given) = said.get(key).and_then(Value::as_u64) else {
+                    continue;
+                };
                 if given != u64::from(value) {
                     sink.found(
                         &context.at(instance, "kv-transfer-config"),
@@ -77,7 +91,10 @@ pub(super) fn equal_settings(context: &Context<'_>, sink: &mut Sink<'_>) {
 
 pub(super) fn engine_ids(context: &Context<'_>, sink: &mut Sink<'_>) {
     let mut owner: BTreeMap<String, &EngineInstancePlan> = BTreeMap::new();
-    for (instance, processes) in context.instances().filter(|(one, _)| one.role != Role::Both) {
+    for (instance, processes) in context
+        .instances()
+        .filter(|(one, _)| one.role != Role::Both)
+    {
         let ids: BTreeSet<String> = processes
             .iter()
             .filter_map(|process| text(transfer(process)?, "engine_id"))
@@ -86,8 +103,15 @@ pub(super) fn engine_ids(context: &Context<'_>, sink: &mut Sink<'_>) {
             let list: Vec<&str> = ids.iter().map(String::as_str).collect();
             sink.found(
                 &context.at(instance, "engine-id"),
-                format!("instance {} is one group with engine ids {}", instance.name, list.join(" and ")),
-                Some(format!("engine-id {:?} on all its nodes", list.first().unwrap_or(&"0"))),
+                format!(
+                    "instance {} is one group with engine ids {}",
+                    instance.name,
+                    list.join(" and ")
+                ),
+                Some(format!(
+                    "engine-id {:?} on all its nodes",
+                    list.first().unwrap_or(&"0")
+                )),
             );
         }
         for id in ids {
@@ -95,7 +119,10 @@ pub(super) fn engine_ids(context: &Context<'_>, sink: &mut Sink<'_>) {
                 let free = (0..).find(|id: &u32| !owner.contains_key(&id.to_string()));
                 sink.found(
                     &context.at(instance, "engine-id"),
-                    format!("instances {} and {} both have engine id {id:?}", other.name, instance.name),
+                    format!(
+                        "instances {} and {} both have engine id {id:?}",
+                        other.name, instance.name
+                    ),
                     free.map(|id| format!("engine-id {:?}", id.to_string())),
                 );
             } else {
@@ -119,13 +146,17 @@ fn random(context: &Context<'_>, process: &Process) -> Option<(u32, u32)> {
 }
 
 pub(super) fn random_range(context: &Context<'_>, sink: &mut Sink<'_>) {
-    for (instance, processes) in context.instances().filter(|(one, _)| one.role != Role::Both) {
+    for (instance, processes) in context
+        .instances()
+        .filter(|(one, _)| one.role != Role::Both)
+    {
         let mut seen = BTreeSet::new();
         for process in processes {
             if !seen.insert(&process.node) {
                 continue;
             }
-            let (Some(port), Some((first, last))) = (kv_port(process), random(context, process)) else {
+            let (Some(port), Some((first, last))) = (kv_port(process), random(context, process))
+            else {
                 continue;
             };
             let width = instance.dp * instance.tp * instance.pp * instance.pcp;
@@ -147,7 +178,10 @@ pub(super) fn random_range(context: &Context<'_>, sink: &mut Sink<'_>) {
             if end > 65535 {
                 sink.found(
                     &context.at(instance, "kv-port"),
-                    format!("instance {}: kv-port {port} takes ports up to {end}", instance.name),
+                    format!(
+                        "instance {}: kv-port {port} takes ports up to {end}",
+                        instance.name
+                    ),
                     Some(format!("kv-port {}", 65536 - width)),
                 );
                 break;
@@ -164,7 +198,12 @@ fn overlaps<'p>(
 ) {
     let mut open: Vec<&PortUse> = Vec::new();
     let mut node = "";
-    for port in context.plan.ports.iter().filter(|port| kinds.contains(&port.kind)) {
+    for port in context
+        .plan
+        .ports
+        .iter()
+        .filter(|port| kinds.contains(&port.kind))
+    {
         if port.node != node {
             open.clear();
             node = &port.node;
@@ -207,7 +246,14 @@ pub(super) fn spans(context: &Context<'_>, sink: &mut Sink<'_>) {
         if a.instance != b.instance && said.insert((&a.instance, &b.instance)) {
             sink.found(
                 &at_port(context, b),
-                format!("node {}: {} ({}) and {} ({}) overlap", a.node, a.what, range(a), b.what, range(b)),
+                format!(
+                    "node {}: {} ({}) and {} ({}) overlap",
+                    a.node,
+                    a.what,
+                    range(a),
+                    b.what,
+                    range(b)
+                ),
                 Some(format!("kv-port {}", a.last + 1)),
             );
         }
@@ -234,12 +280,23 @@ pub(super) fn taken(context: &Context<'_>, sink: &mut Sink<'_>) {
         {
             return;
         }
-        let ours = if a.process.is_some() || a.kind == PortKind::Router { a } else { b };
+        let ours = if a.process.is_some() || a.kind == PortKind::Router {
+            a
+        } else {
+            b
+        };
         if said.insert((&ours.instance, ours.kind, &a.node)) {
             let last = a.last.max(b.last);
             sink.found(
                 &at_port(context, ours),
-                format!("node {}: {} ({}) and {} ({}) overlap", a.node, a.what, range(a), b.what, range(b)),
+                format!(
+                    "node {}: {} ({}) and {} ({}) overlap",
+                    a.node,
+                    a.what,
+                    range(a),
+                    b.what,
+                    range(b)
+                ),
                 Some(if last < 65535 {
                     format!("port {}", last + 1)
                 } else {
@@ -255,14 +312,25 @@ const EPHEMERAL: [u16; 2] = [32768, 60999];
 
 pub(super) fn ephemeral(context: &Context<'_>, sink: &mut Sink<'_>) {
     let mut said = BTreeSet::new();
-    for port in context.plan.ports.iter().filter(|port| port.kind == PortKind::Handoff) {
-        let Some(node) = context.node(&port.node) else { continue };
+    for port in context
+        .plan
+        .ports
+        .iter()
+        .filter(|port| port.kind == PortKind::Handoff)
+    {
+        let Some(node) = context.node(&port.node) else {
+            continue;
+        };
         let recorded = node.facts.ephemeral_ports;
         let [first, last] = recorded.unwrap_or(EPHEMERAL);
         let reserved = node.facts.reserved_ports.as_deref().unwrap_or_default();
         let inside = port.first <= u32::from(last) && port.last >= u32::from(first);
         if inside && !covers(reserved, port.first, port.last) && said.insert(&port.instance) {
-            let whose = if recorded.is_some() { "its" } else { "Linux's usual" };
+            let whose = if recorded.is_some() {
+                "its"
+            } else {
+                "Linux's usual"
+            };
             sink.found(
                 &at_port(context, port),
                 format!(
@@ -285,11 +353,18 @@ fn covers(list: &str, first: u32, last: u32) -> bool {
     let ranges: Vec<(u32, u32)> = list
         .split(',')
         .filter_map(|part| {
-            let (from, to) = part.trim().split_once('-').unwrap_or((part.trim(), part.trim()));
+            let (from, to) = part
+                .trim()
+                .split_once('-')
+                .unwrap_or((part.trim(), part.trim()));
             Some((from.parse().ok()?, to.parse().ok()?))
         })
         .collect();
-    (first..=last).all(|port| ranges.iter().any(|(from, to)| (*from..=*to).contains(&port)))
+    (first..=last).all(|port| {
+        ranges
+            .iter()
+            .any(|(from, to)| (*from..=*to).contains(&port))
+    })
 }
 
 pub(super) fn llmdd(context: &Context<'_>, sink: &mut Sink<'_>) {
@@ -297,14 +372,23 @@ pub(super) fn llmdd(context: &Context<'_>, sink: &mut Sink<'_>) {
         return;
     }
     let mut on_node: BTreeMap<&str, Vec<(u32, u32, &EngineInstancePlan)>> = BTreeMap::new();
-    for (instance, processes) in context.instances().filter(|(one, _)| one.role != Role::Both) {
+    for (instance, processes) in context
+        .instances()
+        .filter(|(one, _)| one.role != Role::Both)
+    {
         let mut seen = BTreeSet::new();
-        for process in processes.iter().filter(|process| seen.insert(&process.node)) {
+        for process in processes
+            .iter()
+            .filter(|process| seen.insert(&process.node))
+        {
             let base: u32 = process
                 .variable("VLLM_LLMDD_RPC_PORT")
                 .and_then(|text| text.parse().ok())
                 .unwrap_or(5557);
-            let ranks = instance.ranks.iter().find(|ranks| ranks.node == process.node);
+            let ranks = instance
+                .ranks
+                .iter()
+                .find(|ranks| ranks.node == process.node);
             let width = ranks.map_or(1, |ranks| ranks.count) * instance.tp;
             let list = on_node.entry(&process.node).or_default();
             for (other_base, other_width, other) in list.iter() {
@@ -338,7 +422,10 @@ pub(super) fn roles(context: &Context<'_>, sink: &mut Sink<'_>) {
         if given != expected && !pool {
             sink.found(
                 &context.at(instance, "kv-transfer-config"),
-                format!("{}: kv_role is {given} for role {}", process.name, instance.role),
+                format!(
+                    "{}: kv_role is {given} for role {}",
+                    process.name, instance.role
+                ),
                 Some(format!("kv_role {expected}")),
             );
         }
@@ -346,26 +433,46 @@ pub(super) fn roles(context: &Context<'_>, sink: &mut Sink<'_>) {
 }
 
 pub(super) fn flow(context: &Context<'_>, sink: &mut Sink<'_>) {
-    let Some(flow) = context.plan.flow else { return };
+    let Some(flow) = context.plan.flow else {
+        return;
+    };
     let at = steps!["handoff", "connector"];
     let connectors = &context.deployment.template.connectors;
     if let Some(connector) = connectors.get(context.connector()) {
-        let since = connector.since.as_ref().is_some_and(|since| context.version < version(since));
-        let until = connector.until.as_ref().is_some_and(|until| context.version >= version(until));
+        let since = connector
+            .since
+            .as_ref()
+            .is_some_and(|since| context.version < version(since));
+        let until = connector
+            .until
+            .as_ref()
+            .is_some_and(|until| context.version >= version(until));
         if since || until {
             let other = connectors.iter().find(|(_, one)| {
                 one.flow == flow
-                    && one.since.as_ref().is_none_or(|since| context.version >= version(since))
-                    && one.until.as_ref().is_none_or(|until| context.version < version(until))
+                    && one
+                        .since
+                        .as_ref()
+                        .is_none_or(|since| context.version >= version(since))
+                    && one
+                        .until
+                        .as_ref()
+                        .is_none_or(|until| context.version < version(until))
             });
             sink.found(
                 at,
-                format!("connector {} is not in version {}", context.connector(), context.plan.engine_version),
+                format!(
+                    "connector {} is not in version {}",
+                    context.connector(),
+                    context.plan.engine_version
+                ),
                 other.map(|(name, _)| name.clone()),
             );
         }
     }
-    let Some(router) = &context.plan.router else { return };
+    let Some(router) = &context.plan.router else {
+        return;
+    };
     let (serves, nearest) = match router.program {
         RouterProgram::Proxy | RouterProgram::Twinfer => (Flow::PrefillFirst, "proxy-layerwise"),
         RouterProgram::ProxyLayerwise => (Flow::DecodeFirst, "proxy"),
@@ -394,7 +501,9 @@ const LLMDATADIST_MODULE: &str = "vllm_ascend.distributed.llmdatadist_c_mgr_conn
 
 pub(super) fn module_path(context: &Context<'_>, sink: &mut Sink<'_>) {
     for (instance, process) in distinct(context) {
-        let Some(config) = transfer(process) else { continue };
+        let Some(config) = transfer(process) else {
+            continue;
+        };
         let given = text(config, "kv_connector_module_path");
         let needed = context.connector() == "LLMDataDistCMgrConnector" && !context.since("0.13");
         let wrong = match &given {
@@ -410,7 +519,11 @@ pub(super) fn module_path(context: &Context<'_>, sink: &mut Sink<'_>) {
             sink.found(
                 &context.at(instance, "kv-transfer-config"),
                 format!("{}: {wrong}", process.name),
-                Some(if needed { LLMDATADIST_MODULE.to_owned() } else { "leave it out".to_owned() }),
+                Some(if needed {
+                    LLMDATADIST_MODULE.to_owned()
+                } else {
+                    "leave it out".to_owned()
+                }),
             );
         }
     }
@@ -418,7 +531,9 @@ pub(super) fn module_path(context: &Context<'_>, sink: &mut Sink<'_>) {
 
 pub(super) fn legacy(context: &Context<'_>, sink: &mut Sink<'_>) {
     for (instance, process) in distinct(context) {
-        let Some(config) = transfer(process) else { continue };
+        let Some(config) = transfer(process) else {
+            continue;
+        };
         let mut wrong = |found: String, nearest: &str| {
             sink.found(
                 &context.at(instance, "kv-transfer-config"),
@@ -429,15 +544,27 @@ pub(super) fn legacy(context: &Context<'_>, sink: &mut Sink<'_>) {
         if let Some(size) = config.get("kv_buffer_size").and_then(Value::as_f64)
             && size != 1e9
         {
-            wrong(format!("kv_buffer_size {size} is reset to 1e9"), "leave it out");
+            wrong(
+                format!("kv_buffer_size {size} is reset to 1e9"),
+                "leave it out",
+            );
         }
         if config.get("enable_permute_local_kv") == Some(&Value::Bool(true)) {
-            wrong("enable_permute_local_kv is reset to false".to_owned(), "leave it out");
+            wrong(
+                "enable_permute_local_kv is reset to false".to_owned(),
+                "leave it out",
+            );
         }
         let gone = ["kv_rank", "kv_parallel_size", "kv_ip"];
         for key in gone.into_iter().filter(|key| config.contains_key(*key)) {
             if context.since("0.11") {
-                wrong(format!("{key} is unknown to version {}", context.plan.engine_version), "leave it out");
+                wrong(
+                    format!(
+                        "{key} is unknown to version {}",
+                        context.plan.engine_version
+                    ),
+                    "leave it out",
+                );
             }
         }
     }

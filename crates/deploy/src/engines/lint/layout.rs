@@ -11,11 +11,19 @@ pub(super) fn devices(context: &Context<'_>, sink: &mut Sink<'_>) {
     let mut owner: BTreeMap<(&str, u32), &str> = BTreeMap::new();
     for (instance, processes) in context.instances() {
         for process in processes {
-            let Some(node) = context.node(&process.node) else { continue };
-            let here = instance.ranks.iter().find(|ranks| ranks.node == process.node);
+            let Some(node) = context.node(&process.node) else {
+                continue;
+            };
+            let here = instance
+                .ranks
+                .iter()
+                .find(|ranks| ranks.node == process.node);
             let per_rank = instance.tp * instance.pp * instance.pcp;
             let needed = here.map_or(0, |ranks| ranks.count) * per_rank;
-            let missing = process.devices.iter().find(|device| **device >= node.devices);
+            let missing = process
+                .devices
+                .iter()
+                .find(|device| **device >= node.devices);
             if missing.is_some() {
                 sink.found(
                     &context.at(instance, "ranks"),
@@ -43,7 +51,9 @@ pub(super) fn devices(context: &Context<'_>, sink: &mut Sink<'_>) {
                         "device {device} of node {} is given to {} and to {other}",
                         node.name, process.name
                     ),
-                    Some(format!("first-device at most {next}, where no other instance is")),
+                    Some(format!(
+                        "first-device at most {next}, where no other instance is"
+                    )),
                 );
                 break;
             }
@@ -63,13 +73,20 @@ pub(super) fn tiling(context: &Context<'_>, sink: &mut Sink<'_>) {
         let mut wrong = None;
         for (first, end) in &ranges {
             if *first != next && wrong.is_none() {
-                let word = if *first > next { "nobody has" } else { "two nodes have" };
+                let word = if *first > next {
+                    "nobody has"
+                } else {
+                    "two nodes have"
+                };
                 wrong = Some(format!("{word} rank {}", next.min(*first)));
             }
             next = next.max(*end);
         }
         if wrong.is_none() && next != instance.dp {
-            wrong = Some(format!("the nodes have {next} ranks, dp is {}", instance.dp));
+            wrong = Some(format!(
+                "the nodes have {next} ranks, dp is {}",
+                instance.dp
+            ));
         }
         if let Some(wrong) = wrong {
             sink.found(
@@ -97,7 +114,11 @@ pub(super) fn group(context: &Context<'_>, sink: &mut Sink<'_>) {
                 let list: Vec<&str> = values.iter().map(String::as_str).collect();
                 sink.found(
                     &context.at(instance, "per-node"),
-                    format!("instance {}: {key} is {}", instance.name, list.join(" and ")),
+                    format!(
+                        "instance {}: {key} is {}",
+                        instance.name,
+                        list.join(" and ")
+                    ),
                     list.first().map(|value| (*value).to_owned()),
                 );
             }
@@ -121,7 +142,9 @@ pub(super) fn tp_ratio(context: &Context<'_>, sink: &mut Sink<'_>) {
     for (decode, _) in context.of(Role::Decode) {
         for (prefill, _) in context.of(Role::Prefill) {
             if prefill.tp < decode.tp || prefill.tp % decode.tp != 0 {
-                let nearest = (1..=prefill.tp).rev().find(|tp| prefill.tp % tp == 0 && *tp <= decode.tp);
+                let nearest = (1..=prefill.tp)
+                    .rev()
+                    .find(|tp| prefill.tp % tp == 0 && *tp <= decode.tp);
                 sink.found(
                     &context.at(decode, "tp"),
                     format!(
@@ -154,7 +177,10 @@ pub(super) fn decode_shape(context: &Context<'_>, sink: &mut Sink<'_>) {
             wrong("pcp", format!("pcp is {} on decode", instance.pcp));
         }
         if instance.pp > 1 && instance.pcp > 1 {
-            wrong("pcp", format!("pp is {} and pcp {}", instance.pp, instance.pcp));
+            wrong(
+                "pcp",
+                format!("pp is {} and pcp {}", instance.pp, instance.pcp),
+            );
         }
     }
 }
@@ -165,9 +191,14 @@ pub(super) fn partition(context: &Context<'_>, sink: &mut Sink<'_>) {
             .object("kv-transfer-config")
             .and_then(|config| config.get("kv_connector_extra_config"));
         let of_role = extra.and_then(|extra| extra.get(instance.role.as_str()));
-        let given = of_role.and_then(|one| one.get("pp_layer_partition")).and_then(Value::as_str);
+        let given = of_role
+            .and_then(|one| one.get("pp_layer_partition"))
+            .and_then(Value::as_str);
         let Some(given) = given else { continue };
-        let parts: Vec<u64> = given.split(',').filter_map(|part| part.trim().parse().ok()).collect();
+        let parts: Vec<u64> = given
+            .split(',')
+            .filter_map(|part| part.trim().parse().ok())
+            .collect();
         let layers = context.model().map(|model| model.layers as u64);
         let sum: u64 = parts.iter().sum();
         let own = process.variable("VLLM_PP_LAYER_PARTITION");
@@ -209,7 +240,11 @@ pub(super) fn kinds(context: &Context<'_>, sink: &mut Sink<'_>) {
     if !prefill.is_empty() && !decode.is_empty() && prefill != decode {
         let list = |set: BTreeSet<String>| set.into_iter().collect::<Vec<_>>().join(" and ");
         let nearest = prefill.iter().next().cloned();
-        let found = format!("prefill runs on {}, decode on {}", list(prefill), list(decode));
+        let found = format!(
+            "prefill runs on {}, decode on {}",
+            list(prefill),
+            list(decode)
+        );
         if let Some((_, (decode, _))) = context.sides() {
             sink.found(&context.at(decode, "role"), found, nearest);
         }
@@ -243,8 +278,10 @@ pub(super) fn experts(context: &Context<'_>, sink: &mut Sink<'_>) {
             .or_else(|| process.number("num-redundant-experts"))
             .unwrap_or(0);
         let total = moe.experts as u64 + redundant;
-        if total % u64::from(ep) != 0 {
-            let below = (1..=ep).rev().find(|ep| total.is_multiple_of(u64::from(*ep)));
+        if !total.is_multiple_of(u64::from(ep)) {
+            let below = (1..=ep)
+                .rev()
+                .find(|ep| total.is_multiple_of(u64::from(*ep)));
             let more = u64::from(ep) - total % u64::from(ep);
             sink.found(
                 &context.at(instance, "ranks"),
@@ -296,7 +333,9 @@ pub(super) fn stagger(context: &Context<'_>, sink: &mut Sink<'_>) {
         *count.entry(&process.node).or_default() += 1;
     }
     for (instance, processes) in context.instances() {
-        let Some(process) = processes.first() else { continue };
+        let Some(process) = processes.first() else {
+            continue;
+        };
         let engines = count.get(process.node.as_str()).copied().unwrap_or(0);
         if engines > 1 && process.variable("VLLM_PORT").is_none() {
             sink.found(

@@ -7,13 +7,19 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use twinfer_protocol::Role;
 
-const INTERFACES: &[&str] = &["GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"];
+const INTERFACES: &[&str] = &[
+    "GLOO_SOCKET_IFNAME",
+    "TP_SOCKET_IFNAME",
+    "HCCL_SOCKET_IFNAME",
+];
 
 pub(super) fn interfaces(context: &Context<'_>, sink: &mut Sink<'_>) {
     let mut seen = BTreeSet::new();
     let several = context.plan.nodes.len() > 1;
     for process in &context.plan.processes {
-        let Some(node) = context.node(&process.node) else { continue };
+        let Some(node) = context.node(&process.node) else {
+            continue;
+        };
         if !seen.insert(&process.node) {
             continue;
         }
@@ -26,17 +32,27 @@ pub(super) fn interfaces(context: &Context<'_>, sink: &mut Sink<'_>) {
             if !has {
                 sink.found(
                     &at,
-                    format!("node {}: HCCL_IF_IP is {ip}, the node is {}", node.name, node.host),
+                    format!(
+                        "node {}: HCCL_IF_IP is {ip}, the node is {}",
+                        node.name, node.host
+                    ),
                     Some(format!("HCCL_IF_IP: {}", node.host)),
                 );
             }
         }
-        let names: BTreeSet<&str> = INTERFACES.iter().filter_map(|name| process.variable(name)).collect();
+        let names: BTreeSet<&str> = INTERFACES
+            .iter()
+            .filter_map(|name| process.variable(name))
+            .collect();
         if names.len() > 1 {
             let list: Vec<&str> = names.iter().copied().collect();
             sink.found(
                 &at,
-                format!("node {}: the three interfaces are {}", node.name, list.join(" and ")),
+                format!(
+                    "node {}: the three interfaces are {}",
+                    node.name,
+                    list.join(" and ")
+                ),
                 node.nic.clone(),
             );
         }
@@ -44,18 +60,30 @@ pub(super) fn interfaces(context: &Context<'_>, sink: &mut Sink<'_>) {
             if several && name == "lo" {
                 sink.found(
                     &at,
-                    format!("node {}: interface lo in a deployment of several nodes", node.name),
+                    format!(
+                        "node {}: interface lo in a deployment of several nodes",
+                        node.name
+                    ),
                     None,
                 );
             }
-            let Some(known) = &node.facts.interfaces else { continue };
+            let Some(known) = &node.facts.interfaces else {
+                continue;
+            };
             let carrier = known.iter().find(|(_, list)| mentions(list, &node.host));
             let nearest = carrier.map(|(name, _)| format!("nic: {name}"));
             match known.get(name) {
-                None => sink.found(&at, format!("node {} has no interface {name}", node.name), nearest),
+                None => sink.found(
+                    &at,
+                    format!("node {} has no interface {name}", node.name),
+                    nearest,
+                ),
                 Some(list) if !mentions(list, &node.host) => sink.found(
                     &at,
-                    format!("node {}: interface {name} has no address {}", node.name, node.host),
+                    format!(
+                        "node {}: interface {name} has no address {}",
+                        node.name, node.host
+                    ),
                     nearest,
                 ),
                 Some(_) => {}
@@ -133,7 +161,10 @@ pub(super) fn pods(context: &Context<'_>, sink: &mut Sink<'_>) {
                 None => pod = Some((&node.name, own)),
                 Some((other, expected)) if expected != own => sink.found(
                     &context.at_node(&node.name, "pod"),
-                    format!("node {} is stated to stand in pod {own}, node {other} in {expected}", node.name),
+                    format!(
+                        "node {} is stated to stand in pod {own}, node {other} in {expected}",
+                        node.name
+                    ),
                     Some(format!("nodes of pod {expected} only")),
                 ),
                 Some(_) => {}
@@ -145,7 +176,10 @@ pub(super) fn pods(context: &Context<'_>, sink: &mut Sink<'_>) {
                 Some((other, expected)) if expected != id => {
                     sink.found(
                         &context.at_node(&node.name, "facts"),
-                        format!("Super Pod ID is {id} on node {} and {expected} on node {other}", node.name),
+                        format!(
+                            "Super Pod ID is {id} on node {} and {expected} on node {other}",
+                            node.name
+                        ),
                         Some(format!("nodes with Super Pod ID {expected} only")),
                     );
                     break;
@@ -172,17 +206,24 @@ pub(super) fn ranktable(context: &Context<'_>, sink: &mut Sink<'_>) {
     let mut seen = BTreeSet::new();
     for (instance, processes) in context.instances() {
         let missing = |process: &&&crate::engines::plan::Process| {
-            process.variable("DISAGGREGATED_PREFILL_RANK_TABLE_PATH").is_none()
+            process
+                .variable("DISAGGREGATED_PREFILL_RANK_TABLE_PATH")
+                .is_none()
         };
         if let Some(process) = processes.iter().find(missing) {
             sink.found(
                 &context.at(instance, "name"),
-                format!("{}: DISAGGREGATED_PREFILL_RANK_TABLE_PATH is not set", process.name),
+                format!(
+                    "{}: DISAGGREGATED_PREFILL_RANK_TABLE_PATH is not set",
+                    process.name
+                ),
                 Some("ranktable: /path/ranktable.json".to_owned()),
             );
         }
         for ranks in &instance.ranks {
-            let Some(node) = context.node(&ranks.node) else { continue };
+            let Some(node) = context.node(&ranks.node) else {
+                continue;
+            };
             for address in node.facts.device_addresses.iter().flatten() {
                 if seen.contains(address) && !address.is_empty() {
                     sink.found(
@@ -194,7 +235,9 @@ pub(super) fn ranktable(context: &Context<'_>, sink: &mut Sink<'_>) {
             }
         }
         for ranks in &instance.ranks {
-            let addresses = context.node(&ranks.node).and_then(|node| node.facts.device_addresses.as_ref());
+            let addresses = context
+                .node(&ranks.node)
+                .and_then(|node| node.facts.device_addresses.as_ref());
             seen.extend(addresses.into_iter().flatten().cloned());
         }
     }
@@ -202,9 +245,13 @@ pub(super) fn ranktable(context: &Context<'_>, sink: &mut Sink<'_>) {
 
 pub(super) fn buffers(context: &Context<'_>, sink: &mut Sink<'_>) {
     for (instance, processes) in context.instances() {
-        let Some(process) = processes.first() else { continue };
+        let Some(process) = processes.first() else {
+            continue;
+        };
         let size = |process: &crate::engines::plan::Process| -> Option<u64> {
-            process.variable("HCCL_BUFFSIZE").map_or(Some(200), |text| text.parse().ok())
+            process
+                .variable("HCCL_BUFFSIZE")
+                .map_or(Some(200), |text| text.parse().ok())
         };
         let wide = instance.ep.is_some_and(|ep| ep >= 32);
         let least = match instance.role {
@@ -216,20 +263,35 @@ pub(super) fn buffers(context: &Context<'_>, sink: &mut Sink<'_>) {
         match size(process) {
             None => sink.found(
                 &at,
-                format!("instance {}: HCCL_BUFFSIZE is {:?}", instance.name, process.variable("HCCL_BUFFSIZE").unwrap_or_default()),
+                format!(
+                    "instance {}: HCCL_BUFFSIZE is {:?}",
+                    instance.name,
+                    process.variable("HCCL_BUFFSIZE").unwrap_or_default()
+                ),
                 Some(format!("HCCL_BUFFSIZE: {}", least.max(200))),
             ),
             Some(given) if given < least => sink.found(
                 &at,
-                format!("instance {}: HCCL_BUFFSIZE is {given} MB on {}", instance.name, instance.role),
+                format!(
+                    "instance {}: HCCL_BUFFSIZE is {given} MB on {}",
+                    instance.name, instance.role
+                ),
                 Some(format!("HCCL_BUFFSIZE: {least}")),
             ),
             Some(given) => {
                 if let Some(other) = processes.iter().find(|other| size(other) != Some(given)) {
                     sink.found(
                         &at,
-                        format!("HCCL_BUFFSIZE is {given} on {} and {} on {}", process.name, other.variable("HCCL_BUFFSIZE").unwrap_or("absent"), other.name),
-                        Some(format!("HCCL_BUFFSIZE: {given} on all nodes of {}", instance.name)),
+                        format!(
+                            "HCCL_BUFFSIZE is {given} on {} and {} on {}",
+                            process.name,
+                            other.variable("HCCL_BUFFSIZE").unwrap_or("absent"),
+                            other.name
+                        ),
+                        Some(format!(
+                            "HCCL_BUFFSIZE: {given} on all nodes of {}",
+                            instance.name
+                        )),
                     );
                 }
             }
@@ -242,13 +304,20 @@ const AIV_SECONDS: u64 = 1091;
 
 pub(super) fn exec_timeout(context: &Context<'_>, sink: &mut Sink<'_>) {
     for (instance, process) in context.first() {
-        let Some(text) = process.variable("HCCL_EXEC_TIMEOUT") else { continue };
+        let Some(text) = process.variable("HCCL_EXEC_TIMEOUT") else {
+            continue;
+        };
         let aiv = process.variable("HCCL_OP_EXPANSION_MODE") == Some("AIV");
-        let good = text.parse().is_ok_and(|seconds: u64| (1..=AIV_SECONDS).contains(&seconds));
+        let good = text
+            .parse()
+            .is_ok_and(|seconds: u64| (1..=AIV_SECONDS).contains(&seconds));
         if aiv && !good {
             sink.found(
                 &context.at(instance, "environment"),
-                format!("instance {}: HCCL_EXEC_TIMEOUT is {text} with AIV", instance.name),
+                format!(
+                    "instance {}: HCCL_EXEC_TIMEOUT is {text} with AIV",
+                    instance.name
+                ),
                 Some(format!("HCCL_EXEC_TIMEOUT: {AIV_SECONDS}")),
             );
         }
@@ -258,7 +327,9 @@ pub(super) fn exec_timeout(context: &Context<'_>, sink: &mut Sink<'_>) {
 pub(super) fn versions(context: &Context<'_>, sink: &mut Sink<'_>) {
     let mut first: BTreeMap<&str, (&str, String)> = BTreeMap::new();
     for node in &context.file().nodes {
-        let Some(versions) = &node.facts.versions else { continue };
+        let Some(versions) = &node.facts.versions else {
+            continue;
+        };
         for (package, value) in versions {
             let own = plain(value);
             match first.get(package.as_str()) {
@@ -267,7 +338,10 @@ pub(super) fn versions(context: &Context<'_>, sink: &mut Sink<'_>) {
                 }
                 Some((other, expected)) if *expected != own => sink.found(
                     &context.at_node(&node.name, "facts"),
-                    format!("{package} is {own} on node {} and {expected} on node {other}", node.name),
+                    format!(
+                        "{package} is {own} on node {} and {expected} on node {other}",
+                        node.name
+                    ),
                     Some(format!("{package} {expected}")),
                 ),
                 Some(_) => {}

@@ -16,7 +16,9 @@ const JSON_FLAGS: &[&str] = &[
 pub(super) fn json(context: &Context<'_>, sink: &mut Sink<'_>) {
     for (instance, process) in context.first() {
         for key in JSON_FLAGS {
-            let Some(Value::String(text)) = process.settings.get(*key) else { continue };
+            let Some(Value::String(text)) = process.settings.get(*key) else {
+                continue;
+            };
             if let Err(error) = serde_json::from_str::<Value>(text) {
                 let repaired = without_trailing_commas(text);
                 let nearest = serde_json::from_str::<Value>(&repaired).ok();
@@ -44,7 +46,10 @@ fn without_trailing_commas(text: &str) -> String {
 /// Is the checkpoint quantised, by what the file or config.json says?
 fn scheme(context: &Context<'_>) -> Option<String> {
     let model = &context.file().model;
-    let said = model.weights.clone().filter(|weights| weights != "none" && weights != "bf16");
+    let said = model
+        .weights
+        .clone()
+        .filter(|weights| weights != "none" && weights != "bf16");
     said.or_else(|| {
         let path = model.path.to_lowercase();
         ["w8a8", "w4a8", "w8a16"]
@@ -64,7 +69,11 @@ pub(super) fn quantised(context: &Context<'_>, sink: &mut Sink<'_>) {
         {
             sink.found(
                 &context.at(instance, "name"),
-                format!("instance {}: quantization is {} for {scheme} weights", instance.name, given.unwrap_or("absent")),
+                format!(
+                    "instance {}: quantization is {} for {scheme} weights",
+                    instance.name,
+                    given.unwrap_or("absent")
+                ),
                 Some("quantization: ascend".to_owned()),
             );
         }
@@ -106,12 +115,7 @@ pub(super) fn float16(context: &Context<'_>, sink: &mut Sink<'_>) {
 }
 
 /// Every decode instance against the first prefill instance, and every other prefill one too.
-fn compare(
-    context: &Context<'_>,
-    sink: &mut Sink<'_>,
-    keys: &[&str],
-    all: bool,
-) {
+fn compare(context: &Context<'_>, sink: &mut Sink<'_>, keys: &[&str], all: bool) {
     let mut first: Option<(&EngineInstancePlan, &Process)> = None;
     for (instance, process) in context.first() {
         if !all && instance.role == Role::Both {
@@ -126,7 +130,10 @@ fn compare(
             if own != theirs {
                 sink.found(
                     &context.at(instance, key),
-                    format!("{key} is {own} on {} and {theirs} on {}", instance.name, other.name),
+                    format!(
+                        "{key} is {own} on {} and {theirs} on {}",
+                        instance.name, other.name
+                    ),
                     Some(format!("{key}: {theirs}")),
                 );
             }
@@ -135,8 +142,16 @@ fn compare(
 }
 
 pub(super) fn types(context: &Context<'_>, sink: &mut Sink<'_>) {
-    compare(context, sink, &["dtype", "kv-cache-dtype", "quantization"], false);
-    if !context.connector().starts_with("MooncakeConnector") || context.mla() || context.model().is_none() {
+    compare(
+        context,
+        sink,
+        &["dtype", "kv-cache-dtype", "quantization"],
+        false,
+    );
+    if !context.connector().starts_with("MooncakeConnector")
+        || context.mla()
+        || context.model().is_none()
+    {
         return;
     }
     for (instance, process) in context.of(Role::Decode) {
@@ -144,7 +159,11 @@ pub(super) fn types(context: &Context<'_>, sink: &mut Sink<'_>) {
         if given.contains("int8") {
             sink.found(
                 &context.at(instance, "kv-cache-dtype"),
-                format!("instance {}: kv-cache-dtype is {given} with grouped-query attention and {}", instance.name, context.connector()),
+                format!(
+                    "instance {}: kv-cache-dtype is {given} with grouped-query attention and {}",
+                    instance.name,
+                    context.connector()
+                ),
                 Some("kv-cache-dtype: auto, or MooncakeLayerwiseConnector".to_owned()),
             );
         }
@@ -154,12 +173,22 @@ pub(super) fn types(context: &Context<'_>, sink: &mut Sink<'_>) {
 pub(super) fn seeds(context: &Context<'_>, sink: &mut Sink<'_>) {
     compare(context, sink, &["seed"], true);
     for (instance, processes) in context.instances() {
-        let Some(first) = processes.first() else { continue };
+        let Some(first) = processes.first() else {
+            continue;
+        };
         let expected = setting(first, "seed");
-        if let Some(other) = processes.iter().find(|process| setting(process, "seed") != expected) {
+        if let Some(other) = processes
+            .iter()
+            .find(|process| setting(process, "seed") != expected)
+        {
             sink.found(
                 &context.at(instance, "seed"),
-                format!("seed is {} on {} and {expected} on {}", setting(other, "seed"), other.name, first.name),
+                format!(
+                    "seed is {} on {} and {expected} on {}",
+                    setting(other, "seed"),
+                    other.name,
+                    first.name
+                ),
                 Some(format!("seed: {expected}")),
             );
         }
@@ -178,7 +207,8 @@ pub(super) fn text(context: &Context<'_>, sink: &mut Sink<'_>) {
 pub(super) fn lengths(context: &Context<'_>, sink: &mut Sink<'_>) {
     for (decode, d) in context.of(Role::Decode) {
         for (prefill, p) in context.of(Role::Prefill) {
-            let (Some(long), Some(short)) = (p.number("max-model-len"), d.number("max-model-len")) else {
+            let (Some(long), Some(short)) = (p.number("max-model-len"), d.number("max-model-len"))
+            else {
                 continue;
             };
             if long > short {
@@ -195,7 +225,10 @@ pub(super) fn lengths(context: &Context<'_>, sink: &mut Sink<'_>) {
             } else if long < short {
                 sink.found(
                     &context.at(prefill, "max-model-len"),
-                    format!("prefill {} takes {long} tokens, decode {} {short}", prefill.name, decode.name),
+                    format!(
+                        "prefill {} takes {long} tokens, decode {} {short}",
+                        prefill.name, decode.name
+                    ),
                     Some(format!("max-model-len: {short} on prefill")),
                 );
             }
@@ -205,14 +238,27 @@ pub(super) fn lengths(context: &Context<'_>, sink: &mut Sink<'_>) {
 
 pub(super) fn prefill_budget(context: &Context<'_>, sink: &mut Sink<'_>) {
     for (instance, process) in context.of(Role::Prefill).chain(context.of(Role::Both)) {
-        let Some(budget) = process.number("max-num-batched-tokens") else { continue };
+        let Some(budget) = process.number("max-num-batched-tokens") else {
+            continue;
+        };
         let whole = process.settings.get("enable-chunked-prefill") == Some(&Value::Bool(false));
-        let least = if whole { process.number("max-model-len").unwrap_or(2048) } else { 2048 };
+        let least = if whole {
+            process.number("max-model-len").unwrap_or(2048)
+        } else {
+            2048
+        };
         if budget < least {
-            let why = if whole { " without chunked prefill" } else { "" };
+            let why = if whole {
+                " without chunked prefill"
+            } else {
+                ""
+            };
             sink.found(
                 &context.at(instance, "max-num-batched-tokens"),
-                format!("instance {}: max-num-batched-tokens is {budget}{why}", instance.name),
+                format!(
+                    "instance {}: max-num-batched-tokens is {budget}{why}",
+                    instance.name
+                ),
                 Some(format!("max-num-batched-tokens: {least}")),
             );
         }
@@ -248,12 +294,18 @@ const MC2_TOKENS: u64 = 512;
 
 pub(super) fn mc2(context: &Context<'_>, sink: &mut Sink<'_>) {
     for (instance, process) in context.of(Role::Decode) {
-        let Some(seqs) = process.number("max-num-seqs") else { continue };
+        let Some(seqs) = process.number("max-num-seqs") else {
+            continue;
+        };
         let width = 1 + process.drafts();
         if seqs * width > MC2_TOKENS {
             sink.found(
                 &context.at(instance, "max-num-seqs"),
-                format!("instance {}: {seqs} sequences of {width} tokens are {} tokens a step", instance.name, seqs * width),
+                format!(
+                    "instance {}: {seqs} sequences of {width} tokens are {} tokens a step",
+                    instance.name,
+                    seqs * width
+                ),
                 Some(format!("max-num-seqs: {}", MC2_TOKENS / width)),
             );
         }
@@ -267,23 +319,33 @@ pub(super) fn blocks(context: &Context<'_>, sink: &mut Sink<'_>) {
             let own = d.number("block-size").unwrap_or(DEFAULT);
             let theirs = p.number("block-size").unwrap_or(DEFAULT);
             let layerwise = context.connector() == "MooncakeLayerwiseConnector";
-            let fits = own == theirs || layerwise && decode.pcp == 1 && theirs > 0 && own % theirs == 0;
+            let fits =
+                own == theirs || layerwise && decode.pcp == 1 && theirs > 0 && own % theirs == 0;
             if !fits {
                 sink.found(
                     &context.at(decode, "block-size"),
-                    format!("block-size is {theirs} on {} and {own} on {}", prefill.name, decode.name),
+                    format!(
+                        "block-size is {theirs} on {} and {own} on {}",
+                        prefill.name, decode.name
+                    ),
                     Some(format!("block-size: {theirs}")),
                 );
             }
         }
     }
-    for (instance, process) in context.first().filter(|(one, _)| one.pcp > 1 && one.role != Role::Both) {
+    for (instance, process) in context
+        .first()
+        .filter(|(one, _)| one.pcp > 1 && one.role != Role::Both)
+    {
         let block = process.number("block-size").unwrap_or(DEFAULT);
         let interleave = process.number("cp-kv-cache-interleave-size").unwrap_or(1);
         if interleave != block {
             sink.found(
                 &context.at(instance, "cp-kv-cache-interleave-size"),
-                format!("instance {}: cp-kv-cache-interleave-size is {interleave}, block-size {block}", instance.name),
+                format!(
+                    "instance {}: cp-kv-cache-interleave-size is {interleave}, block-size {block}",
+                    instance.name
+                ),
                 Some(format!("cp-kv-cache-interleave-size: {block}")),
             );
         }
@@ -295,7 +357,10 @@ pub(super) fn prefix_caching(context: &Context<'_>, sink: &mut Sink<'_>) {
         if !process.settings.contains_key("enable-prefix-caching") {
             sink.found(
                 &context.at(instance, "name"),
-                format!("instance {}: enable-prefix-caching is not given; the engine's default is on", instance.name),
+                format!(
+                    "instance {}: enable-prefix-caching is not given; the engine's default is on",
+                    instance.name
+                ),
                 Some("enable-prefix-caching: false".to_owned()),
             );
         } else if flag(process, "enable-prefix-caching")
@@ -304,7 +369,10 @@ pub(super) fn prefix_caching(context: &Context<'_>, sink: &mut Sink<'_>) {
         {
             sink.found(
                 &context.at(instance, "enable-prefix-caching"),
-                format!("instance {}: prefix caching on decode helps only layer by layer", instance.name),
+                format!(
+                    "instance {}: prefix caching on decode helps only layer by layer",
+                    instance.name
+                ),
                 Some("enable-prefix-caching: false".to_owned()),
             );
         }
@@ -313,12 +381,22 @@ pub(super) fn prefix_caching(context: &Context<'_>, sink: &mut Sink<'_>) {
 
 pub(super) fn utilization(context: &Context<'_>, sink: &mut Sink<'_>) {
     for (instance, process) in context.first() {
-        let most = if instance.role == Role::Decode { 0.94 } else { 0.9 };
-        let given = process.settings.get("gpu-memory-utilization").and_then(Value::as_f64);
+        let most = if instance.role == Role::Decode {
+            0.94
+        } else {
+            0.9
+        };
+        let given = process
+            .settings
+            .get("gpu-memory-utilization")
+            .and_then(Value::as_f64);
         if let Some(given) = given.filter(|given| *given > most) {
             sink.found(
                 &context.at(instance, "gpu-memory-utilization"),
-                format!("instance {}: gpu-memory-utilization is {given}", instance.name),
+                format!(
+                    "instance {}: gpu-memory-utilization is {given}",
+                    instance.name
+                ),
                 Some(format!("gpu-memory-utilization: {most}")),
             );
         }
@@ -336,7 +414,9 @@ pub(super) fn graphs(context: &Context<'_>, sink: &mut Sink<'_>) {
         }
     }
     for (instance, process) in context.of(Role::Decode) {
-        let mode = process.object("compilation-config").and_then(|config| config.get("cudagraph_mode"));
+        let mode = process
+            .object("compilation-config")
+            .and_then(|config| config.get("cudagraph_mode"));
         let torchair = process
             .object("additional-config")
             .and_then(|config| config.get("torchair_graph_config"))
@@ -344,7 +424,9 @@ pub(super) fn graphs(context: &Context<'_>, sink: &mut Sink<'_>) {
         let good = mode.and_then(Value::as_str) == Some("FULL_DECODE_ONLY")
             || !context.since("0.10") && torchair == Some(&Value::Bool(true));
         if !good {
-            let found = mode.map_or("no graphs".to_owned(), |mode| format!("cudagraph_mode {mode}"));
+            let found = mode.map_or("no graphs".to_owned(), |mode| {
+                format!("cudagraph_mode {mode}")
+            });
             sink.found(
                 &context.at(instance, "graph"),
                 format!("instance {}: decode has {found}", instance.name),
@@ -357,7 +439,10 @@ pub(super) fn graphs(context: &Context<'_>, sink: &mut Sink<'_>) {
 pub(super) fn drafts(context: &Context<'_>, sink: &mut Sink<'_>) {
     let method = |process: &Process| {
         let config = process.object("speculative-config")?;
-        config.get("method").and_then(Value::as_str).map(str::to_owned)
+        config
+            .get("method")
+            .and_then(Value::as_str)
+            .map(str::to_owned)
     };
     for (decode, d) in context.of(Role::Decode) {
         for (prefill, p) in context.of(Role::Prefill) {
@@ -381,7 +466,11 @@ pub(super) fn drafts(context: &Context<'_>, sink: &mut Sink<'_>) {
         if process.drafts() > 1 && transfer(process).is_some() {
             sink.found(
                 &context.at(instance, "speculative"),
-                format!("instance {}: {} drafts on prefill", instance.name, process.drafts()),
+                format!(
+                    "instance {}: {} drafts on prefill",
+                    instance.name,
+                    process.drafts()
+                ),
                 Some("tokens: 1".to_owned()),
             );
         }

@@ -10,9 +10,7 @@ use twinfer_protocol::Role;
 type Config = Map<String, Value>;
 
 /// Every instance with its additional settings.
-fn each<'d>(
-    context: &Context<'d>,
-) -> Vec<(&'d EngineInstancePlan, &'d Process, Config)> {
+fn each<'d>(context: &Context<'d>) -> Vec<(&'d EngineInstancePlan, &'d Process, Config)> {
     context
         .first()
         .map(|(instance, process)| (instance, process, additional(process)))
@@ -51,7 +49,10 @@ pub(super) fn recompute(context: &Context<'_>, sink: &mut Sink<'_>) {
         sink.found_as(
             severity,
             &context.at(instance, "additional-config"),
-            format!("instance {}: {RECOMPUTE} with role {}", instance.name, instance.role),
+            format!(
+                "instance {}: {RECOMPUTE} with role {}",
+                instance.name, instance.role
+            ),
             Some(format!("{RECOMPUTE} on decode only")),
         );
     }
@@ -81,13 +82,22 @@ pub(super) fn dyntra(context: &Context<'_>, sink: &mut Sink<'_>) {
             continue;
         }
         let mut wrong = |found: &str, nearest: &str| {
-            report(context, sink, instance, &format!("dyntra_lb_config {found}"), nearest);
+            report(
+                context,
+                sink,
+                instance,
+                &format!("dyntra_lb_config {found}"),
+                nearest,
+            );
         };
         if instance.role != Role::Decode {
             wrong(&format!("with role {}", instance.role), "on decode");
         }
         if !on(&config, RECOMPUTE) {
-            wrong(&format!("without {RECOMPUTE}"), &format!("{RECOMPUTE}: true"));
+            wrong(
+                &format!("without {RECOMPUTE}"),
+                &format!("{RECOMPUTE}: true"),
+            );
         }
         if instance.dp < 2 {
             wrong("with dp 1", "dp 2");
@@ -97,7 +107,10 @@ pub(super) fn dyntra(context: &Context<'_>, sink: &mut Sink<'_>) {
         }
         let inner = process_scheduler(context, instance);
         if !inner {
-            wrong("outside scheduler_config", "additional-config: {scheduler_config: {dyntra_lb_config: ...}}");
+            wrong(
+                "outside scheduler_config",
+                "additional-config: {scheduler_config: {dyntra_lb_config: ...}}",
+            );
         }
     }
 }
@@ -114,16 +127,31 @@ pub(super) fn short_first(context: &Context<'_>, sink: &mut Sink<'_>) {
     for (instance, process, config) in each(context) {
         if on(&config, "short_request_first_config") {
             if instance.role == Role::Decode {
-                report(context, sink, instance, "short_request_first_config on decode", "leave it out");
+                report(
+                    context,
+                    sink,
+                    instance,
+                    "short_request_first_config on decode",
+                    "leave it out",
+                );
             }
-            let policy = process.settings.get("scheduling-policy").and_then(Value::as_str);
+            let policy = process
+                .settings
+                .get("scheduling-policy")
+                .and_then(Value::as_str);
             if let Some(policy) = policy.filter(|policy| *policy != "fcfs") {
                 let found = format!("short_request_first_config with scheduling-policy {policy}");
                 report(context, sink, instance, &found, "scheduling-policy: fcfs");
             }
         }
         if on(&config, "profiling_chunk_config") && instance.pp < 2 {
-            report(context, sink, instance, "profiling_chunk_config with pp 1", "pp 2, or leave it out");
+            report(
+                context,
+                sink,
+                instance,
+                "profiling_chunk_config with pp 1",
+                "pp 2, or leave it out",
+            );
         }
     }
 }
@@ -136,35 +164,71 @@ fn finegrained_of(config: &Config) -> Config {
 }
 
 fn size(config: &Config, part: &str) -> Option<u64> {
-    config.get(&format!("{part}_tensor_parallel_size")).and_then(Value::as_u64)
+    config
+        .get(&format!("{part}_tensor_parallel_size"))
+        .and_then(Value::as_u64)
 }
 
 fn divisor(dp: u32, near: u64) -> u64 {
     let dp = u64::from(dp);
-    (1..=near.min(dp)).rev().find(|size| dp.is_multiple_of(*size)).unwrap_or(1)
+    (1..=near.min(dp))
+        .rev()
+        .find(|size| dp.is_multiple_of(*size))
+        .unwrap_or(1)
 }
 
 pub(super) fn lmhead(context: &Context<'_>, sink: &mut Sink<'_>) {
     for (instance, _, config) in each(context) {
         if let Some(flat) = size(&config, "lmhead") {
-            let found = format!("lmhead_tensor_parallel_size {flat} outside finegrained_tp_config has no effect");
-            report(context, sink, instance, &found, "finegrained_tp_config: {lmhead_tensor_parallel_size: ...}");
+            let found = format!(
+                "lmhead_tensor_parallel_size {flat} outside finegrained_tp_config has no effect"
+            );
+            report(
+                context,
+                sink,
+                instance,
+                &found,
+                "finegrained_tp_config: {lmhead_tensor_parallel_size: ...}",
+            );
         }
-        let Some(given) = size(&finegrained_of(&config), "lmhead") else { continue };
+        let Some(given) = size(&finegrained_of(&config), "lmhead") else {
+            continue;
+        };
         if given == 0 || u64::from(instance.dp) % given != 0 {
-            let found = format!("lmhead_tensor_parallel_size {given} does not divide dp {}", instance.dp);
-            let nearest = format!("lmhead_tensor_parallel_size {}", divisor(instance.dp, given));
+            let found = format!(
+                "lmhead_tensor_parallel_size {given} does not divide dp {}",
+                instance.dp
+            );
+            let nearest = format!(
+                "lmhead_tensor_parallel_size {}",
+                divisor(instance.dp, given)
+            );
             report(context, sink, instance, &found, &nearest);
         }
         if instance.tp > 1 {
-            let found = format!("lmhead_tensor_parallel_size with tp {} has no effect", instance.tp);
+            let found = format!(
+                "lmhead_tensor_parallel_size with tp {} has no effect",
+                instance.tp
+            );
             report(context, sink, instance, &found, "leave it out");
         }
         if on(&config, "enable_reduce_sample") {
-            report(context, sink, instance, "lmhead_tensor_parallel_size and enable_reduce_sample", "one of them");
+            report(
+                context,
+                sink,
+                instance,
+                "lmhead_tensor_parallel_size and enable_reduce_sample",
+                "one of them",
+            );
         }
         if context.model().is_some_and(|model| model.moe.is_none()) {
-            report(context, sink, instance, "lmhead_tensor_parallel_size on a model without experts", "leave it out");
+            report(
+                context,
+                sink,
+                instance,
+                "lmhead_tensor_parallel_size on a model without experts",
+                "leave it out",
+            );
         }
     }
 }
@@ -173,15 +237,29 @@ pub(super) fn finegrained(context: &Context<'_>, sink: &mut Sink<'_>) {
     for (instance, process, config) in each(context) {
         let inner = finegrained_of(&config);
         for part in ["oproj", "embedding", "mlp", "olora"] {
-            let Some(given) = size(&inner, part) else { continue };
+            let Some(given) = size(&inner, part) else {
+                continue;
+            };
             if given == 0 || u64::from(instance.dp) % given != 0 {
-                let found = format!("{part}_tensor_parallel_size {given} does not divide dp {}", instance.dp);
-                let nearest = format!("{part}_tensor_parallel_size {}", divisor(instance.dp, given));
+                let found = format!(
+                    "{part}_tensor_parallel_size {given} does not divide dp {}",
+                    instance.dp
+                );
+                let nearest = format!(
+                    "{part}_tensor_parallel_size {}",
+                    divisor(instance.dp, given)
+                );
                 report(context, sink, instance, &found, &nearest);
             }
             if matches!(part, "oproj" | "embedding") && !on(&config, RECOMPUTE) {
                 let found = format!("{part}_tensor_parallel_size without {RECOMPUTE}");
-                report(context, sink, instance, &found, &format!("{RECOMPUTE}: true"));
+                report(
+                    context,
+                    sink,
+                    instance,
+                    &found,
+                    &format!("{RECOMPUTE}: true"),
+                );
             }
             if part == "oproj" {
                 let found = if instance.tp != 1 {
@@ -194,7 +272,13 @@ pub(super) fn finegrained(context: &Context<'_>, sink: &mut Sink<'_>) {
                     continue;
                 };
                 let found = format!("oproj_tensor_parallel_size {found}");
-                report(context, sink, instance, &found, "tp 1 and graph: decode on decode");
+                report(
+                    context,
+                    sink,
+                    instance,
+                    &found,
+                    "tp 1 and graph: decode on decode",
+                );
             }
         }
     }
@@ -208,11 +292,23 @@ pub(super) fn decode_only(context: &Context<'_>, sink: &mut Sink<'_>) {
                 report(context, sink, instance, &found, "on decode only");
             }
             if context.model().is_some() && !context.mla() {
-                report(context, sink, instance, "enable_kv_nz on a model without MLA", "leave it out");
+                report(
+                    context,
+                    sink,
+                    instance,
+                    "enable_kv_nz on a model without MLA",
+                    "leave it out",
+                );
             }
         }
         if on(&config, "enable_reduce_sample") && instance.role == Role::Prefill {
-            report(context, sink, instance, "enable_reduce_sample on prefill", "leave it out");
+            report(
+                context,
+                sink,
+                instance,
+                "enable_reduce_sample on prefill",
+                "leave it out",
+            );
         }
     }
 }
@@ -236,28 +332,54 @@ pub(super) fn shared_experts(context: &Context<'_>, sink: &mut Sink<'_>) {
             continue;
         };
         let found = format!("enable_shared_expert_dp {found}");
-        report(context, sink, instance, &found, "leave it out, or VLLM_ASCEND_ENABLE_FLASHCOMM1: 1 with tp > 1");
+        report(
+            context,
+            sink,
+            instance,
+            &found,
+            "leave it out, or VLLM_ASCEND_ENABLE_FLASHCOMM1: 1 with tp > 1",
+        );
     }
 }
 
 pub(super) fn exclusive(context: &Context<'_>, sink: &mut Sink<'_>) {
     for (instance, process, config) in each(context) {
         let both = |a: &str, b: &str| on(&config, a) && on(&config, b);
-        for other in ["enable_shared_expert_dp", "multistream_overlap_shared_expert"] {
+        for other in [
+            "enable_shared_expert_dp",
+            "multistream_overlap_shared_expert",
+        ] {
             if both("mix_placement", other) {
-                report(context, sink, instance, &format!("mix_placement and {other}"), "one of them");
+                report(
+                    context,
+                    sink,
+                    instance,
+                    &format!("mix_placement and {other}"),
+                    "one of them",
+                );
             }
         }
         let fused = on(&config, "enable_fused_mc2")
-            || process.variable("VLLM_ASCEND_ENABLE_FUSED_MC2").is_some_and(|value| value != "0");
+            || process
+                .variable("VLLM_ASCEND_ENABLE_FUSED_MC2")
+                .is_some_and(|value| value != "0");
         if fused && on(&config, "enable_mc2_hierarchy_comm") {
-            report(context, sink, instance, "enable_fused_mc2 and enable_mc2_hierarchy_comm", "one of them");
+            report(
+                context,
+                sink,
+                instance,
+                "enable_fused_mc2 and enable_mc2_hierarchy_comm",
+                "one of them",
+            );
         }
         if fused && on(&config, "multistream_overlap_shared_expert") {
             sink.found_as(
                 Severity::W,
                 &context.at(instance, "additional-config"),
-                format!("instance {}: enable_fused_mc2 switches multistream_overlap_shared_expert off", instance.name),
+                format!(
+                    "instance {}: enable_fused_mc2 switches multistream_overlap_shared_expert off",
+                    instance.name
+                ),
                 Some("one of them".to_owned()),
             );
         }
@@ -271,9 +393,18 @@ pub(super) fn hierarchy(context: &Context<'_>, sink: &mut Sink<'_>) {
         }
         let kind = context.node(&process.node).and_then(|node| node.kind);
         if !matches!(kind, None | Some(Kind::A2 | Kind::A3)) {
-            report(context, sink, instance, "enable_mc2_hierarchy_comm on other devices", "A2 or A3");
+            report(
+                context,
+                sink,
+                instance,
+                "enable_mc2_hierarchy_comm on other devices",
+                "A2 or A3",
+            );
         }
-        let experts = context.model().and_then(|model| model.moe.as_ref()).map_or(0, |moe| moe.experts);
+        let experts = context
+            .model()
+            .and_then(|model| model.moe.as_ref())
+            .map_or(0, |moe| moe.experts);
         if experts > 512 {
             let found = format!("enable_mc2_hierarchy_comm with {experts} experts");
             report(context, sink, instance, &found, "at most 512 experts");
@@ -300,10 +431,18 @@ pub(super) fn eplb(context: &Context<'_>, sink: &mut Sink<'_>) {
             _ => config.clone(),
         };
         let yes = |name: &str| {
-            process.variable(name).is_some_and(|value| value == "true" || value == "1")
+            process
+                .variable(name)
+                .is_some_and(|value| value == "true" || value == "1")
         };
         if on(&nested, "dynamic_eplb") && !yes("DYNAMIC_EPLB") && !yes("EXPERT_MAP_RECORD") {
-            report(context, sink, instance, "dynamic_eplb without DYNAMIC_EPLB", "DYNAMIC_EPLB: \"true\" in environment");
+            report(
+                context,
+                sink,
+                instance,
+                "dynamic_eplb without DYNAMIC_EPLB",
+                "DYNAMIC_EPLB: \"true\" in environment",
+            );
         }
         let number = |key: &str| nested.get(key).and_then(Value::as_i64);
         for key in [
@@ -312,16 +451,37 @@ pub(super) fn eplb(context: &Context<'_>, sink: &mut Sink<'_>) {
             "num_iterations_eplb_update",
         ] {
             if let Some(value) = number(key).filter(|value| *value <= 0) {
-                report(context, sink, instance, &format!("{key} is {value}"), &format!("{key} 1"));
+                report(
+                    context,
+                    sink,
+                    instance,
+                    &format!("{key} is {value}"),
+                    &format!("{key} 1"),
+                );
             }
         }
-        if let Some(policy) = number("eplb_policy_type").filter(|policy| !(0..=3).contains(policy)) {
+        if let Some(policy) = number("eplb_policy_type").filter(|policy| !(0..=3).contains(policy))
+        {
             let nearest = policy.clamp(0, 3);
-            report(context, sink, instance, &format!("eplb_policy_type is {policy}"), &format!("eplb_policy_type {nearest}"));
+            report(
+                context,
+                sink,
+                instance,
+                &format!("eplb_policy_type is {policy}"),
+                &format!("eplb_policy_type {nearest}"),
+            );
         }
-        let stage = nested.get("eplb_heat_collection_stage").and_then(Value::as_str);
+        let stage = nested
+            .get("eplb_heat_collection_stage")
+            .and_then(Value::as_str);
         if let Some(stage) = stage.filter(|stage| !["all", "prefill", "decode"].contains(stage)) {
-            report(context, sink, instance, &format!("eplb_heat_collection_stage is {stage:?}"), "all");
+            report(
+                context,
+                sink,
+                instance,
+                &format!("eplb_heat_collection_stage is {stage:?}"),
+                "all",
+            );
         }
     }
 }
@@ -330,8 +490,11 @@ pub(super) fn recompute_policy(context: &Context<'_>, sink: &mut Sink<'_>) {
     let json = context.deployment.model_json.as_ref();
     let hybrid = json.is_some_and(|json| {
         let kinds = json.get("layer_types").and_then(Value::as_array);
-        let several = kinds.is_some_and(|kinds| kinds.iter().any(|kind| Some(kind) != kinds.first()));
-        several || json.get("linear_num_value_heads").is_some() || json.get("mamba_d_state").is_some()
+        let several =
+            kinds.is_some_and(|kinds| kinds.iter().any(|kind| Some(kind) != kinds.first()));
+        several
+            || json.get("linear_num_value_heads").is_some()
+            || json.get("mamba_d_state").is_some()
     });
     for (instance, process) in context.first() {
         let policy = transfer(process).and_then(|config| config.get("kv_load_failure_policy"));
@@ -346,10 +509,15 @@ pub(super) fn recompute_policy(context: &Context<'_>, sink: &mut Sink<'_>) {
 }
 
 pub(super) fn local_prefill(context: &Context<'_>, sink: &mut Sink<'_>) {
-    let skips = context.of(Role::Decode).any(|(instance, process)| {
-        instance.dp > 1 && on(&additional(process), RECOMPUTE)
-    });
-    let without = context.file().router.flags.get("without-prefill").and_then(Value::as_str);
+    let skips = context
+        .of(Role::Decode)
+        .any(|(instance, process)| instance.dp > 1 && on(&additional(process), RECOMPUTE));
+    let without = context
+        .file()
+        .router
+        .flags
+        .get("without-prefill")
+        .and_then(Value::as_str);
     if skips && without.is_some_and(|without| without != "fail") {
         sink.found(
             crate::source::steps!["router", "without-prefill"],
@@ -375,11 +543,22 @@ pub(super) fn eplb_pays(context: &Context<'_>, sink: &mut Sink<'_>) {
         if instance.role == Role::Prefill
             && let Some(input) = input.filter(|input| *input < 1024)
         {
-            report(context, sink, instance, &format!("expert balancing for prompts of {input} tokens"), "dynamic_eplb: false");
+            report(
+                context,
+                sink,
+                instance,
+                &format!("expert balancing for prompts of {input} tokens"),
+                "dynamic_eplb: false",
+            );
         }
-        let experts = context.model().and_then(|model| model.moe.as_ref()).map(|moe| moe.experts as u32);
+        let experts = context
+            .model()
+            .and_then(|model| model.moe.as_ref())
+            .map(|moe| moe.experts as u32);
         let per_device = experts.zip(instance.ep).map(|(experts, ep)| experts / ep);
-        let tokens = process.number("max-num-seqs").map(|seqs| seqs * (1 + process.drafts()));
+        let tokens = process
+            .number("max-num-seqs")
+            .map(|seqs| seqs * (1 + process.drafts()));
         if instance.role == Role::Decode
             && (per_device.is_some_and(|per| per <= 8) || tokens.is_some_and(|tokens| tokens < 128))
         {
@@ -394,12 +573,17 @@ pub(super) fn eplb_pays(context: &Context<'_>, sink: &mut Sink<'_>) {
 }
 
 pub(super) fn external_balancer(context: &Context<'_>, sink: &mut Sink<'_>) {
-    let wide = context.of(Role::Prefill).any(|(prefill, _)| prefill.tp == 8);
+    let wide = context
+        .of(Role::Prefill)
+        .any(|(prefill, _)| prefill.tp == 8);
     for (instance, _) in context.of(Role::Decode) {
         if wide && instance.tp == 1 && instance.dp > 1 && instance.api == Api::PerRank {
             sink.found(
                 &context.at(instance, "api"),
-                format!("instance {}: tp 1 with an endpoint per rank beside prefill of tp 8", instance.name),
+                format!(
+                    "instance {}: tp 1 with an endpoint per rank beside prefill of tp 8",
+                    instance.name
+                ),
                 Some("api: one".to_owned()),
             );
         }
