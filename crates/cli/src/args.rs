@@ -96,6 +96,38 @@ watches them, docker.sh, compose.yaml, systemd units; beside them kubernetes.yam
 generator's call, warm-up and benchmark settings, and plan.json.")]
     Render(RenderArgs),
 
+    /// Check the nodes of a deployment with their own tools, before anything starts.
+    #[command(after_help = "\
+Examples:
+  twinfer check deploy.yaml
+  twinfer check deploy.yaml --user root --record recorded
+  twinfer check deploy.yaml --replay recorded --format json
+
+For engines by template. Runs ip, ss, npu-smi and hccn_tool on every node, all nodes at the same time, each command within 20 s:
+on this machine directly, on others over ssh (keys of an agent; no passwords). Nothing is changed on a node. Interface, ports,
+device files, hccn.conf, processes on devices; link, health, address, TLS switch, neighbour and gateway of each device, Super Pod
+IDs, and pings between all devices of different nodes. TIMEOUT, EMPTY, UNKNOWN and PARTIAL are failures; exit code 1 then.")]
+    Check(CheckArgs),
+
+    /// Make a deployment file of the scripts that start vLLM today.
+    #[command(after_help = "\
+Examples:
+  twinfer import run.sh > deploy.yaml
+  twinfer import node1.sh node2.sh launch.sh > deploy.yaml
+
+Understands `export` lines with `vllm serve`, run_dp_template.sh with its launch_online_dp.py lines (`# on HOST` above a line
+names its node), and `docker run`. Lines that are not understood are listed on standard error, and the exit code is 2.")]
+    Import(ImportArgs),
+
+    /// Name the known failures that logs show: cause, evidence, remedy.
+    #[command(after_help = "\
+Examples:
+  twinfer diagnose logs/*.log
+  twinfer diagnose prefill.log --format json
+
+Exit code 0 when a cause was found, 1 when none is known.")]
+    Diagnose(DiagnoseArgs),
+
     /// Start a deployment on this machine, supervise it, stop it with Ctrl-C.
     #[command(after_help = "\
 Examples:
@@ -279,6 +311,54 @@ pub(crate) struct RenderArgs {
     /// What is common to commands that read deployments by template.
     #[command(flatten)]
     pub(crate) engines: EngineArgs,
+}
+
+/// Arguments of `check`.
+#[derive(Debug, Args)]
+pub(crate) struct CheckArgs {
+    /// Deployment file.
+    #[arg(value_name = "FILE")]
+    pub(crate) file: PathBuf,
+
+    /// User of ssh.
+    #[arg(long, value_name = "NAME", conflicts_with = "replay")]
+    pub(crate) user: Option<String>,
+
+    /// Write what every command gave into this folder.
+    #[arg(long, value_name = "DIR", conflicts_with = "replay")]
+    pub(crate) record: Option<PathBuf>,
+
+    /// Run nothing; read such a folder.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) replay: Option<PathBuf>,
+
+    /// Form of the output.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) format: Format,
+
+    /// What is common to commands that read deployments by template.
+    #[command(flatten)]
+    pub(crate) engines: EngineArgs,
+}
+
+/// Arguments of `import`.
+#[derive(Debug, Args)]
+pub(crate) struct ImportArgs {
+    /// Scripts of all nodes.
+    #[arg(value_name = "SCRIPT", required = true)]
+    pub(crate) scripts: Vec<PathBuf>,
+}
+
+/// Arguments of `diagnose`.
+#[derive(Debug, Args)]
+pub(crate) struct DiagnoseArgs {
+    /// Logs.
+    #[arg(value_name = "LOG", required = true)]
+    pub(crate) logs: Vec<PathBuf>,
+
+    /// Form of the output.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) format: Format,
 }
 
 /// Arguments of `up`.

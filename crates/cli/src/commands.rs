@@ -1,8 +1,11 @@
 //! One module per command.
 
+mod check;
 mod demo;
+mod diagnose;
 mod fake;
 mod generate;
+mod import;
 mod lint;
 mod machine;
 mod plan;
@@ -28,6 +31,9 @@ pub(crate) fn run(cli: Cli) -> Outcome {
         Command::Plan(args) => plan::run(&args),
         Command::Lint(args) => lint::run(&args),
         Command::Render(args) => render::run(&args),
+        Command::Check(args) => check::run(&args),
+        Command::Import(args) => import::run(&args),
+        Command::Diagnose(args) => diagnose::run(&args),
         Command::Up(args) => up::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Fake(args) => fake::run(args),

@@ -1,9 +1,11 @@
 //! Engines that are driven by a template: vLLM, vLLM-Ascend and others.
 
 mod argv;
+mod check;
 mod diff;
 mod file;
 mod head;
+mod import;
 mod limits;
 mod lint;
 mod load;
@@ -17,8 +19,10 @@ mod template;
 
 pub(crate) use file::schema;
 
+pub use check::{Check, Checks, Machines, Outcome, Recorder, Replay, Runner, Verdict, check};
 pub use diff::plan_diff;
 pub use file::{Api, EngineFile, Graph, Kind, RouterProgram};
+pub use import::{ImportError, Imported, NotUnderstood, import};
 pub use lint::{Exception, Finding, Findings, Rule, Severity, lint, refuse, rule, rules};
 pub use load::{EngineDeployment, engine_of};
 pub use memory::DeviceMemory;

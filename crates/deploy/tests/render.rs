@@ -308,3 +308,29 @@ fn a_folder_with_other_files_is_not_written_over() {
     assert!(write_files(&files, folder.path(), false).is_err());
     assert!(write_files(&files, folder.path(), true).is_ok());
 }
+
+#[test]
+fn the_file_that_init_writes_drives_another_engine_too() {
+    let text = twinfer_deploy::example().replace("engine: native", "engine: vllm-ascend");
+    assert!(text.contains("engine: vllm-ascend"), "{text}");
+    let deployment = EngineDeployment::parse("deploy.yaml", &text, None, Path::new("."))
+        .unwrap_or_else(|e| panic!("{e}"));
+    let plan = resolve_engines(&deployment, &[]).unwrap_or_else(|e| panic!("{e}"));
+    twinfer_deploy::engines::refuse(&deployment, &plan, &[]).unwrap_or_else(|e| panic!("{e}"));
+    let files = render(
+        &deployment,
+        &plan,
+        &RenderOptions {
+            folder: "/opt".to_owned(),
+        },
+    );
+    let decode = file(&files, "local/decode.sh");
+    assert!(
+        decode.contains("vllm serve models/demo") && decode.contains("--max-num-seqs 32"),
+        "{decode}"
+    );
+    assert!(
+        decode.contains("MooncakeConnectorV1") && decode.contains("kv_consumer"),
+        "{decode}"
+    );
+}

@@ -155,6 +155,14 @@ pub struct EngineNode {
     #[serde(default)]
     pub pod: Option<String>,
 
+    /// Cores; only the native engine reads it.
+    #[serde(default)]
+    pub cores: Option<Value>,
+
+    /// Sharing of cores; only the native engine reads it.
+    #[serde(default)]
+    pub share_cores: bool,
+
     /// Environment of its processes.
     #[serde(default)]
     pub environment: Map<String, Value>,

@@ -43,11 +43,15 @@ pub(crate) fn plan(deployment: &EngineDeployment, plan: &EnginePlan) -> Option<R
         both: endpoints(Role::Both),
         argv: Vec::new(),
     };
-    router.argv = argv(deployment, &router);
+    router.argv = argv(deployment, plan.connector.as_deref(), &router);
     Some(router)
 }
 
-fn argv(deployment: &EngineDeployment, router: &RouterPlan) -> Vec<String> {
+fn argv(
+    deployment: &EngineDeployment,
+    connector: Option<&str>,
+    router: &RouterPlan,
+) -> Vec<String> {
     let spec = &deployment.file.router;
     let mut argv: Vec<String> = Vec::new();
     let mut words = |list: &[&str]| argv.extend(list.iter().map(|word| (*word).to_owned()));
@@ -63,6 +67,14 @@ fn argv(deployment: &EngineDeployment, router: &RouterPlan) -> Vec<String> {
                 for endpoint in list {
                     words(&[flag, &format!("http://{endpoint}")]);
                 }
+            }
+            let kind = match connector {
+                Some("MooncakeLayerwiseConnector") => Some("mooncake-layerwise"),
+                Some("MooncakeConnector") => Some("mooncake"),
+                _ => None,
+            };
+            if let Some(kind) = kind.filter(|_| !spec.flags.contains_key("kv-connector")) {
+                words(&["--kv-connector", kind]);
             }
         }
         RouterProgram::Proxy | RouterProgram::ProxyLayerwise => {

@@ -474,9 +474,10 @@ pub(super) fn flow(context: &Context<'_>, sink: &mut Sink<'_>) {
         return;
     };
     let (serves, nearest) = match router.program {
-        RouterProgram::Proxy | RouterProgram::Twinfer => (Flow::PrefillFirst, "proxy-layerwise"),
+        RouterProgram::Proxy => (Flow::PrefillFirst, "proxy-layerwise"),
         RouterProgram::ProxyLayerwise => (Flow::DecodeFirst, "proxy"),
-        RouterProgram::None => return,
+        // Ours is told the connector.
+        RouterProgram::Twinfer | RouterProgram::None => return,
     };
     // A decode instance that asks prefill itself needs no router that knows of it.
     if serves != flow && context.connector() != "checkpoint" {

@@ -518,14 +518,14 @@ pub(super) fn local_prefill(context: &Context<'_>, sink: &mut Sink<'_>) {
         .flags
         .get("without-prefill")
         .and_then(Value::as_str);
-    if skips && without.is_some_and(|without| without != "fail") {
+    if skips && without == Some("decode") {
         sink.found(
             crate::source::steps!["router", "without-prefill"],
             format!(
                 "without-prefill is {} and decode's ranks skip their agreement on the phase",
                 without.unwrap_or_default()
             ),
-            Some("without-prefill: fail".to_owned()),
+            Some("without-prefill: refuse".to_owned()),
         );
     }
 }
