@@ -31,6 +31,10 @@ const SHOWN_ELSEWHERE: &[(&str, &str)] = &[
         "docs/benchmarks.md, whose figures it printed",
     ),
     ("cargo xtask soak", "show slice.8"),
+    (
+        "cargo xtask seeds",
+        "the tests of crates/deploy that it runs",
+    ),
 ];
 
 /// Pages whose commands run in order in one directory.
@@ -87,6 +91,8 @@ impl Shell {
         let models = folder.path().join("models");
         std::fs::create_dir(&models).expect("a folder");
         std::os::unix::fs::symlink(demo_model(), models.join("demo")).expect("a link");
+        let examples = folder.path().join("examples");
+        std::os::unix::fs::symlink(repository().join("examples"), examples).expect("a link");
         std::fs::write(
             folder.path().join("prompts.txt"),
             "Once upon a time\nThe capital of France is\n",

@@ -41,6 +41,8 @@ enum Chore {
         #[arg(long)]
         issue: String,
     },
+    /// Compare the planned processes of examples/seed-* with the seeds' own environment and arguments, and their findings with the golden ones.
+    Seeds,
     /// One hash per deployment of the same prompts; all must be equal.
     Hash(hash::Args),
     /// A rank of a cell of `hash`, which starts it.
@@ -61,11 +63,26 @@ enum Chore {
     BenchRank(bench::RankArgs),
 }
 
+/// The comparison is a test of the crate that plans, so that it holds on every landing.
+fn seeds() -> anyhow::Result<()> {
+    let mut command = run::cargo();
+    command.args([
+        "test",
+        "--release",
+        "-p",
+        "twinfer-deploy",
+        "--test",
+        "seeds",
+    ]);
+    run::check(&mut command, run::TESTS)
+}
+
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let outcome = match cli.chore {
         Chore::Show { what } => show::run(&what),
         Chore::Cases { issue } => cases::run(&issue),
+        Chore::Seeds => seeds(),
         Chore::Hash(args) => hash::run(&args),
         Chore::HashRank(args) => hash::rank(&args),
         Chore::Memory => memory::run(),

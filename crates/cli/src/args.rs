@@ -62,15 +62,71 @@ GET /ready answers 200 once requests can be served. SIGTERM or Ctrl-C drains; a 
 Keys: TWINFER_API_KEY (clients) and TWINFER_PEER_KEY (instances), or files of mode 0600.")]
     Router(Box<RouterArgs>),
 
-    /// Show what `up` would start: names, cores, ports, command lines.
+    /// Show what would be started: names, cores or devices, ranks, ports, command lines.
     #[command(after_help = "\
 Examples:
   twinfer plan deploy.yaml
-  twinfer plan deploy.yaml --json | jq '.instances[].command'
-  diff <(twinfer plan old.yaml) <(twinfer plan new.yaml)
+  twinfer plan deploy.yaml --format json | jq '.instances[].command'
+  twinfer plan diff old.yaml new.yaml
 
+With an engine by template (vllm, vllm-ascend, deepinfer, omniinfer, or a template file) the plan also states ports by node,
+limits of each pair, memory of a device, and what the deployment is not; a finding of severity E stops it (see `twinfer lint`).
 Exit code 64 when the file is wrong; every mistake is shown with its line.")]
     Plan(PlanArgs),
+
+    /// Check a deployment file against the rules of its engine.
+    #[command(after_help = "\
+Examples:
+  twinfer lint deploy.yaml
+  twinfer lint deploy.yaml --allow 13 --format json
+  twinfer lint --explain 13
+
+Findings are E (plan and render refuse), W (likely not meant) and I (worth knowing), each with what was found, what is allowed
+and the nearest valid value. Exit code 64 when one is E and not allowed.")]
+    Lint(LintArgs),
+
+    /// Write the files that start a deployment: scripts, containers, units, manifests, tables, benchmark settings.
+    #[command(after_help = "\
+Examples:
+  twinfer render deploy.yaml --out rendered
+  twinfer render deploy.yaml --out rendered --force --folder /srv/twinfer
+
+For engines by template; `twinfer up` starts the native one. For every node: a script per process, start.sh that starts and
+watches them, docker.sh, compose.yaml, systemd units; beside them kubernetes.yaml, the router's script, rank table or its
+generator's call, warm-up and benchmark settings, and plan.json.")]
+    Render(RenderArgs),
+
+    /// Check the nodes of a deployment with their own tools, before anything starts.
+    #[command(after_help = "\
+Examples:
+  twinfer check deploy.yaml
+  twinfer check deploy.yaml --user root --record recorded
+  twinfer check deploy.yaml --replay recorded --format json
+
+For engines by template. Runs ip, ss, npu-smi and hccn_tool on every node, all nodes at the same time, each command within 20 s:
+on this machine directly, on others over ssh (keys of an agent; no passwords). Nothing is changed on a node. Interface, ports,
+device files, hccn.conf, processes on devices; link, health, address, TLS switch, neighbour and gateway of each device, Super Pod
+IDs, and pings between all devices of different nodes. TIMEOUT, EMPTY, UNKNOWN and PARTIAL are failures; exit code 1 then.")]
+    Check(CheckArgs),
+
+    /// Make a deployment file of the scripts that start vLLM today.
+    #[command(after_help = "\
+Examples:
+  twinfer import run.sh > deploy.yaml
+  twinfer import node1.sh node2.sh launch.sh > deploy.yaml
+
+Understands `export` lines with `vllm serve`, run_dp_template.sh with its launch_online_dp.py lines (`# on HOST` above a line
+names its node), and `docker run`. Lines that are not understood are listed on standard error, and the exit code is 2.")]
+    Import(ImportArgs),
+
+    /// Name the known failures that logs show: cause, evidence, remedy.
+    #[command(after_help = "\
+Examples:
+  twinfer diagnose logs/*.log
+  twinfer diagnose prefill.log --format json
+
+Exit code 0 when a cause was found, 1 when none is known.")]
+    Diagnose(DiagnoseArgs),
 
     /// Start a deployment on this machine, supervise it, stop it with Ctrl-C.
     #[command(after_help = "\
@@ -154,14 +210,155 @@ pub(crate) struct RouterArgs {
 
 /// Arguments of `plan`.
 #[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 pub(crate) struct PlanArgs {
+    /// Deployment file.
+    #[arg(value_name = "FILE", required = true)]
+    pub(crate) file: Option<PathBuf>,
+
+    /// Form of the output.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) format: Format,
+
+    /// The same as `--format json`.
+    #[arg(long, conflicts_with = "format")]
+    pub(crate) json: bool,
+
+    /// What is common to commands that read deployments by template.
+    #[command(flatten)]
+    pub(crate) engines: EngineArgs,
+
+    #[command(subcommand)]
+    pub(crate) command: Option<PlanCommand>,
+}
+
+/// What else `plan` does.
+#[derive(Debug, Subcommand)]
+pub(crate) enum PlanCommand {
+    /// Show what two plans differ in, a line per value.
+    Diff {
+        /// Deployment file.
+        #[arg(value_name = "OLD")]
+        old: PathBuf,
+        /// Deployment file.
+        #[arg(value_name = "NEW")]
+        new: PathBuf,
+    },
+}
+
+/// Form of an output.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Format {
+    /// Lines for people.
+    #[default]
+    Table,
+    /// JSON.
+    Json,
+}
+
+/// Arguments of all commands that read deployments by template.
+#[derive(Debug, Default, Args)]
+pub(crate) struct EngineArgs {
+    /// File of mode 0600 with private values (addresses, interfaces, ports, pods) that are merged over the deployment;
+    /// nodes and instances by their names. Engines by template only.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) private: Option<PathBuf>,
+
+    /// Rule whose findings are permitted; the plan records it. Engines by template only.
+    #[arg(long, value_name = "N", value_delimiter = ',')]
+    pub(crate) allow: Vec<u16>,
+}
+
+/// Arguments of `lint`.
+#[derive(Debug, Args)]
+pub(crate) struct LintArgs {
+    /// Deployment file.
+    #[arg(value_name = "FILE", required_unless_present = "explain")]
+    pub(crate) file: Option<PathBuf>,
+
+    /// Explain a rule.
+    #[arg(long, value_name = "N", conflicts_with = "file")]
+    pub(crate) explain: Option<u16>,
+
+    /// Form of the output.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) format: Format,
+
+    /// What is common to commands that read deployments by template.
+    #[command(flatten)]
+    pub(crate) engines: EngineArgs,
+}
+
+/// Arguments of `render`.
+#[derive(Debug, Args)]
+pub(crate) struct RenderArgs {
     /// Deployment file.
     #[arg(value_name = "FILE")]
     pub(crate) file: PathBuf,
 
-    /// Print JSON.
+    /// Folder that the files are written to; absent or empty.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) out: PathBuf,
+
+    /// Write over files of the folder.
     #[arg(long)]
-    pub(crate) json: bool,
+    pub(crate) force: bool,
+
+    /// Folder on the nodes that the files are copied to; /opt/twinfer/NAME if absent.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) folder: Option<String>,
+
+    /// What is common to commands that read deployments by template.
+    #[command(flatten)]
+    pub(crate) engines: EngineArgs,
+}
+
+/// Arguments of `check`.
+#[derive(Debug, Args)]
+pub(crate) struct CheckArgs {
+    /// Deployment file.
+    #[arg(value_name = "FILE")]
+    pub(crate) file: PathBuf,
+
+    /// User of ssh.
+    #[arg(long, value_name = "NAME", conflicts_with = "replay")]
+    pub(crate) user: Option<String>,
+
+    /// Write what every command gave into this folder.
+    #[arg(long, value_name = "DIR", conflicts_with = "replay")]
+    pub(crate) record: Option<PathBuf>,
+
+    /// Run nothing; read such a folder.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) replay: Option<PathBuf>,
+
+    /// Form of the output.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) format: Format,
+
+    /// What is common to commands that read deployments by template.
+    #[command(flatten)]
+    pub(crate) engines: EngineArgs,
+}
+
+/// Arguments of `import`.
+#[derive(Debug, Args)]
+pub(crate) struct ImportArgs {
+    /// Scripts of all nodes.
+    #[arg(value_name = "SCRIPT", required = true)]
+    pub(crate) scripts: Vec<PathBuf>,
+}
+
+/// Arguments of `diagnose`.
+#[derive(Debug, Args)]
+pub(crate) struct DiagnoseArgs {
+    /// Logs.
+    #[arg(value_name = "LOG", required = true)]
+    pub(crate) logs: Vec<PathBuf>,
+
+    /// Form of the output.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) format: Format,
 }
 
 /// Arguments of `up`.

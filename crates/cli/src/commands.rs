@@ -1,12 +1,17 @@
 //! One module per command.
 
+mod check;
 mod demo;
+mod diagnose;
 mod fake;
 mod generate;
+mod import;
+mod lint;
 mod machine;
 mod plan;
 mod rank;
 mod reference;
+mod render;
 mod router;
 mod runtime;
 mod serve;
@@ -24,6 +29,11 @@ pub(crate) fn run(cli: Cli) -> Outcome {
         Command::Serve(args) => serve::run(*args),
         Command::Router(args) => router::run(*args),
         Command::Plan(args) => plan::run(&args),
+        Command::Lint(args) => lint::run(&args),
+        Command::Render(args) => render::run(&args),
+        Command::Check(args) => check::run(&args),
+        Command::Import(args) => import::run(&args),
+        Command::Diagnose(args) => diagnose::run(&args),
         Command::Up(args) => up::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Fake(args) => fake::run(args),

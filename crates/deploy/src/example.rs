@@ -15,9 +15,17 @@ use twinfer_protocol::Role;
 /// Comments are wrapped here.
 const WIDTH: usize = 100;
 
-/// The JSON schema of deployment files.
+/// The JSON schema of deployment files: of the native engine, or of one by template, by the key `engine`.
 pub fn schema() -> Json {
-    inline_schema::<DeploymentFile>()
+    let native = inline_schema::<DeploymentFile>();
+    let dialect = native.get("$schema").cloned().unwrap_or_default();
+    serde_json::json!({
+        "$schema": dialect,
+        "title": "DeploymentFile",
+        "if": {"properties": {"engine": {"const": "native"}}},
+        "then": native,
+        "else": crate::engines::schema(),
+    })
 }
 
 /// A deployment file that explains itself: one prefill and one decode instance of the demo model.
@@ -32,7 +40,7 @@ pub fn example() -> String {
             out: &mut out,
             said: BTreeSet::new(),
         };
-        writer.map(&schema(), &tree, "", 0, false);
+        writer.map(&inline_schema::<DeploymentFile>(), &tree, "", 0, false);
     }
     out
 }

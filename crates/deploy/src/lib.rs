@@ -3,7 +3,9 @@
 
 mod command;
 mod cores;
+mod diagnose;
 mod diagnostic;
+pub mod engines;
 mod example;
 mod facts;
 mod file;
@@ -18,6 +20,7 @@ mod schema;
 mod source;
 mod supervise;
 
+pub use diagnose::{Cause, Diagnosis};
 pub use diagnostic::{Diagnostic, Diagnostics, Place};
 pub use example::{example, schema};
 pub use facts::local_facts;

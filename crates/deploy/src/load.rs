@@ -44,22 +44,7 @@ const MAX_BYTES: u64 = 4 << 20;
 impl Deployment {
     /// Reads a file.
     pub fn load(path: &Path) -> Result<Self, LoadError> {
-        let io = |error| LoadError::Io {
-            path: path.display().to_string(),
-            error,
-        };
-        // Not by the size that the system tells: a device or a pipe has none.
-        let mut text = String::new();
-        let read = std::fs::File::open(path)
-            .and_then(|file| file.take(MAX_BYTES + 1).read_to_string(&mut text))
-            .map_err(io)?;
-        if read as u64 > MAX_BYTES {
-            let message = format!("a deployment file has at most {MAX_BYTES} bytes");
-            return Err(io(std::io::Error::new(
-                std::io::ErrorKind::InvalidData,
-                message,
-            )));
-        }
+        let text = read_text(path)?;
         let folder = path
             .parent()
             .filter(|folder| !folder.as_os_str().is_empty())
@@ -114,22 +99,53 @@ impl Deployment {
 
     /// A mistake at the value of `path`.
     pub(crate) fn wrong(&self, path: &[Step], message: String, help: Option<String>) -> Diagnostic {
-        let node = self.root.at(path);
-        let place = match &node.value {
-            Value::Map(entries) => entries.first().map_or(node.place, |entry| entry.key_place),
-            _ => node.place,
-        };
-        Diagnostic {
-            place,
-            message,
-            help,
-            secret: false,
-        }
+        at_value(&self.root, path, message, help)
     }
 
     /// Line of the value at `path`, for messages that name a second place.
     pub(crate) fn line(&self, path: &[Step]) -> u32 {
         self.root.at(path).place.line
+    }
+}
+
+/// Text of a deployment file.
+pub(crate) fn read_text(path: &Path) -> Result<String, LoadError> {
+    let io = |error| LoadError::Io {
+        path: path.display().to_string(),
+        error,
+    };
+    // Not by the size that the system tells: a device or a pipe has none.
+    let mut text = String::new();
+    let read = std::fs::File::open(path)
+        .and_then(|file| file.take(MAX_BYTES + 1).read_to_string(&mut text))
+        .map_err(io)?;
+    if read as u64 > MAX_BYTES {
+        let message = format!("a deployment file has at most {MAX_BYTES} bytes");
+        return Err(io(std::io::Error::new(
+            std::io::ErrorKind::InvalidData,
+            message,
+        )));
+    }
+    Ok(text)
+}
+
+/// A mistake at the value of `path` under `root`.
+pub(crate) fn at_value(
+    root: &Node,
+    path: &[Step],
+    message: String,
+    help: Option<String>,
+) -> Diagnostic {
+    let node = root.at(path);
+    let place = match &node.value {
+        Value::Map(entries) => entries.first().map_or(node.place, |entry| entry.key_place),
+        _ => node.place,
+    };
+    Diagnostic {
+        place,
+        message,
+        help,
+        secret: false,
     }
 }
 
@@ -164,9 +180,10 @@ fn value_reason(path: &str, node: &Node) -> Option<String> {
         return None;
     };
     match (path, text.as_str()) {
-        ("engine", "vllm" | "vllm-ascend" | "deepinfer" | "omniinfer" | "external") => Some(
-            format!("allowed: native; {text} comes with the engine templates in a later version"),
-        ),
+        ("engine", _) => Some(format!(
+            "allowed here: native; `twinfer plan`, `lint` and `render` also know {}",
+            crate::engines::built_in_names().join(", ")
+        )),
         ("handoff.connector", "push" | "checkpoint") => {
             Some(format!("allowed: pull; {text} comes in a later version"))
         }
@@ -203,7 +220,7 @@ mod tests {
             "deploy.yaml:1:1: unknown key `modell`",
             "did you mean `model`?",
             "deploy.yaml:2:9: engine is \"vllm\"",
-            "allowed: native; vllm comes with the engine templates",
+            "allowed here: native; `twinfer plan`, `lint` and `render` also know vllm",
             "deploy.yaml:5:11: instances[0].role is \"prefil\"",
             "allowed: both, prefill, decode",
             "deploy.yaml:6:14: instances[0].kv-port is \"abc\"",

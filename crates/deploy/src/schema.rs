@@ -64,14 +64,33 @@ impl Checker<'_> {
             .unwrap_or(&none);
         let mut out = Map::new();
         let mut seen: Vec<(String, u32)> = Vec::new();
+        // Names of environment variables and of foreign settings are not ours to rewrite.
+        let open = schema
+            .get("additionalProperties")
+            .filter(|more| **more != Json::Bool(false));
+        let verbatim =
+            properties.is_empty() && (open.is_some() || schema.get("properties").is_none());
         for entry in entries {
-            let key = canonical(&entry.key);
+            let key = if verbatim {
+                entry.key.clone()
+            } else {
+                canonical(&entry.key)
+            };
             let inner = if path.is_empty() {
                 key.clone()
             } else {
                 format!("{path}.{key}")
             };
-            let Some(property) = properties.get(&key) else {
+            let free = Json::Bool(true);
+            let more = if verbatim {
+                Some(open.unwrap_or(&free))
+            } else {
+                open
+            };
+            let Some(property) = properties
+                .get(&key)
+                .or(more.filter(|_| verbatim || !is_secret(&key)))
+            else {
                 self.unknown_key(properties, entry, &inner, path);
                 continue;
             };
