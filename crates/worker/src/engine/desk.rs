@@ -622,13 +622,13 @@ mod tests {
         // What the rank computed before it heard is told nobody; its place is kept until it has ended.
         assert!(reader.events.try_recv().is_err());
         assert_eq!(
-            (reader.desk.open(), reader.places.available_permits()),
+            (reader.desk.entries.len(), reader.places.available_permits()),
             (1, 3)
         );
         reader.output(0, true);
         assert!(reader.events.try_recv().is_err());
         assert_eq!(
-            (reader.desk.open(), reader.places.available_permits()),
+            (reader.desk.entries.len(), reader.places.available_permits()),
             (0, 4)
         );
 
@@ -654,7 +654,7 @@ mod tests {
         reader.output(0, true);
         assert!(is_overloaded(&reader.events.try_recv().unwrap()));
         assert_eq!(
-            (reader.desk.open(), reader.places.available_permits()),
+            (reader.desk.entries.len(), reader.places.available_permits()),
             (0, 4)
         );
     }
