@@ -209,6 +209,7 @@ pub(crate) fn rank(args: &RankArgs) -> Result<()> {
         hold_kv: false,
         cache_salt: None,
         leader: None,
+        resumed: 0,
     });
     generate_together(&mut engine, requests.collect(), SEQUENCES as usize, |_| {})?;
     let link = engine.link();
