@@ -143,6 +143,24 @@ fn a_prompt_in_any_chunks_and_blocks_gives_the_same_rows() {
 }
 
 #[test]
+fn any_factor_on_scores_gives_the_bits_of_the_definition() {
+    for kv_type in [DType::F32, DType::Bf16] {
+        for scale in [0.0, -0.17, 30.0] {
+            let shape = GqaParams {
+                scale,
+                ..params(9, 3, 64, kv_type)
+            };
+            let case = Case::new(shape, 90, 4);
+            let expected = case.reference();
+            for team in teams() {
+                let what = format!("{shape:?} {:?}", team.isa());
+                assert_same_bits(&case.chunk(team, 0, 90), &expected, &what);
+            }
+        }
+    }
+}
+
+#[test]
 fn values_that_are_not_finite_do_not_reach_rows_before_them() {
     for kv_type in [DType::F32, DType::Bf16] {
         let shape = params(4, 2, 20, kv_type);
