@@ -199,7 +199,7 @@ impl Process {
         Self::run(&mut shell, environment)
     }
 
-    fn run(command: &mut Command, environment: &[(&str, &str)]) -> Self {
+    pub(crate) fn run(command: &mut Command, environment: &[(&str, &str)]) -> Self {
         let log = tempfile::NamedTempFile::new().expect("a log file");
         let out = File::options()
             .append(true)

@@ -3,13 +3,16 @@
 
 mod bench;
 mod cases;
+mod faults;
 mod hash;
 mod memory;
 mod ranks;
 mod run;
 mod show;
 mod soak;
+mod soak_ranks;
 mod split;
+mod topo;
 
 use clap::{Parser, Subcommand};
 use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
@@ -54,8 +57,13 @@ enum Chore {
     #[command(hide = true)]
     MemoryRank(memory::RankArgs),
     /// Streams through one prefill and one decode instance, some cut off; then every gauge must be back.
-    /// With --ranks: steps of so many ranks, which must take and hold at the end what they did at the beginning.
+    /// With --ranks: steps of so many ranks, which must take and hold at the end what they did at the beginning; with
+    /// --http, too, requests to an instance of them.
     Soak(soak::Args),
+    /// Start a topology on nodes that are namespaces, ask it, lose a rank of it.
+    Topo(topo::Args),
+    /// Lose ranks under load, one a round.
+    Faults(faults::Args),
     /// Measure against the floor and the peers.
     Bench(bench::Args),
     /// A rank of a group of `bench ranks`, which starts it.
@@ -88,6 +96,8 @@ fn main() -> ExitCode {
         Chore::Memory => memory::run(),
         Chore::MemoryRank(args) => memory::rank(&args),
         Chore::Soak(args) => soak::run(&args),
+        Chore::Topo(args) => topo::run(&args),
+        Chore::Faults(args) => faults::run(&args),
         Chore::Bench(args) => bench::run(&args),
         Chore::BenchRank(args) => bench::rank(&args),
     };

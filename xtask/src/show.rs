@@ -88,7 +88,7 @@ const RANKS: &[Line] = &[
     },
     Line {
         about: "sixteen ranks on two nodes, thirty-two on four",
-        run: || missing("there is no `topo`: ranks are not started over nodes yet"),
+        run: topologies,
     },
     Line {
         about: "every number of requests over N ranks",
@@ -101,11 +101,7 @@ const RANKS: &[Line] = &[
     },
     Line {
         about: "killed, stopped and cut ranks under load",
-        run: || {
-            missing(
-                "there is no `faults`; `cargo test -p twinfer-comm --test processes` does it for collectives",
-            )
-        },
+        run: || chore(&["faults", "ranks", "--rounds", "20"]),
     },
     Line {
         about: "roles with and without hybrid policies, pull with ranks on both sides",
@@ -371,6 +367,17 @@ fn ranks_hash() -> Result<()> {
     missing("cells of nodes with a /dev/shm of their own")
 }
 
+fn topologies() -> Result<()> {
+    chore(&["topo", "ep16"])?;
+    missing("`topo hybrid32`: thirty-two ranks on four nodes")
+}
+
+/// A chore as a process of its own, since it begins anew in namespaces.
+fn chore(arguments: &[&str]) -> Result<()> {
+    let mut command = Command::new(std::env::current_exe()?);
+    check(command.args(arguments), TESTS)
+}
+
 /// A line, or what is left of it, that cannot be shown.
 fn missing(what: &str) -> Result<()> {
     bail!("not there yet: {what}")
@@ -436,6 +443,7 @@ fn slice_soak() -> Result<()> {
         disconnect: 0.2,
         seconds: 60,
         ranks: None,
+        http: false,
         steps: 0,
     })
 }

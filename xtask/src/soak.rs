@@ -28,6 +28,9 @@ pub(crate) struct Args {
     /// Soak of so many ranks over executors that compute nothing, in place of all that.
     #[arg(long)]
     pub(crate) ranks: Option<u32>,
+    /// With --ranks: an instance of so many ranks, served over HTTP for --seconds.
+    #[arg(long, requires = "ranks")]
+    pub(crate) http: bool,
     /// Steps of `--ranks`.
     #[arg(long, default_value_t = 1_000_000)]
     pub(crate) steps: u32,
@@ -54,6 +57,9 @@ struct Held {
 }
 
 pub(crate) fn run(args: &Args) -> Result<()> {
+    if let (Some(ranks), true) = (args.ranks, args.http) {
+        return crate::soak_ranks::run(ranks, args.seconds);
+    }
     if let Some(ranks) = args.ranks {
         return crate::bench::drift(ranks, args.steps);
     }
@@ -281,7 +287,7 @@ async fn held(name: &str, instance: &Instance) -> Result<Held> {
 }
 
 /// A well-mixed function of a number (splitmix64's finaliser).
-fn mix(number: u64) -> u64 {
+pub(crate) fn mix(number: u64) -> u64 {
     let mut z = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);

@@ -2,6 +2,7 @@
 
 use crate::exit;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
+use std::net::IpAddr;
 use std::path::PathBuf;
 use twinfer_config::{FakeConfig, GenerateConfig, LogFormat, RouterConfig, ServeConfig};
 
@@ -140,6 +141,15 @@ router, then the instances; a second one ends them at once.
 
 Processes trust each other by the key in TWINFER_PEER_KEY; without one every start draws its own.")]
     Up(UpArgs),
+
+    /// On further nodes of a deployment: start there what `up` asks for.
+    #[command(after_help = "\
+Example:
+  TWINFER_PEER_KEY=... twinfer agent --host 10.0.0.2
+
+It starts `twinfer serve` of this binary and nothing else, for whoever proves the key, and ends all of it when the
+connection to `up` ends. What it started ends with it, too, however it ends.")]
+    Agent(AgentArgs),
 
     /// Show it: start the bundled model as one prefill and one decode instance, ask it a few questions.
     #[command(after_help = "\
@@ -371,6 +381,32 @@ pub(crate) struct UpArgs {
     /// Seconds until every process must be ready.
     #[arg(long, default_value_t = 600.0, value_parser = seconds)]
     pub(crate) ready_timeout: f64,
+
+    /// File of mode 0600 that holds the key between the processes, and to agents of other nodes; else the environment
+    /// variable TWINFER_PEER_KEY; else, without agents, each start draws one.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) peer_key_file: Option<PathBuf>,
+
+    /// Form of log lines.
+    #[arg(long, value_enum, default_value_t)]
+    pub(crate) log_format: LogFormat,
+}
+
+/// Arguments of `agent`.
+#[derive(Debug, Args)]
+pub(crate) struct AgentArgs {
+    /// Address to listen on: that at which `up` reaches this node. Anything but loopback needs a peer key.
+    #[arg(long, default_value = "127.0.0.1")]
+    pub(crate) host: IpAddr,
+
+    /// Port to listen on; 0 picks a free one. The address and port are printed.
+    #[arg(long, default_value_t = 8900)]
+    pub(crate) port: u16,
+
+    /// File of mode 0600 that holds the key which `up` must prove, and which the processes get; else the environment
+    /// variable TWINFER_PEER_KEY.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) peer_key_file: Option<PathBuf>,
 
     /// Form of log lines.
     #[arg(long, value_enum, default_value_t)]

@@ -1,5 +1,6 @@
 //! One module per command.
 
+mod agent;
 mod check;
 mod demo;
 mod diagnose;
@@ -20,8 +21,11 @@ mod up;
 use crate::args::{Cli, Command};
 use crate::exit::{Code, Failure, Outcome};
 use crate::output;
-use twinfer_config::EnvironmentKeys;
+use std::path::Path;
+use twinfer_config::{EnvironmentKeys, KeyVariable};
 use twinfer_deploy::CoreSet;
+use twinfer_http::Secret;
+use twinfer_protocol::PEER_KEY_ENV;
 
 /// Runs what was typed.
 pub(crate) fn run(cli: Cli) -> Outcome {
@@ -35,6 +39,7 @@ pub(crate) fn run(cli: Cli) -> Outcome {
         Command::Import(args) => import::run(&args),
         Command::Diagnose(args) => diagnose::run(&args),
         Command::Up(args) => up::run(&args),
+        Command::Agent(args) => agent::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Fake(args) => fake::run(args),
         Command::Machine(args) => machine::run(&args),
@@ -59,6 +64,21 @@ pub(crate) fn follow_supervisor() -> Outcome {
     })?;
     twinfer_sys::set_parent_death_signal(parent)
         .map_err(|error| Failure::failed(format!("{name}: {error}")))
+}
+
+/// The key between the processes of a deployment: that of `file`, if given, else the environment's. The public proxies'
+/// variable does not count here: it may well hold a key for somebody else's service, which processes should not send to
+/// each other.
+fn peer_key(file: Option<&Path>) -> Result<Option<String>, Failure> {
+    let value = std::env::var(PEER_KEY_ENV).ok();
+    let value = value.filter(|value| !value.is_empty());
+    let variable = value.map(|value| KeyVariable {
+        name: PEER_KEY_ENV,
+        value,
+    });
+    let key = Secret::load("peer-key-file", file, variable.as_ref())
+        .map_err(|error| Failure::new(Code::Config, error))?;
+    Ok(key.map(|key| String::from_utf8_lossy(key.expose()).into_owned()))
 }
 
 /// Keys for a server, from the environment.

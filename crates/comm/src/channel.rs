@@ -45,21 +45,25 @@ pub enum ChannelError {
 }
 
 /// A blocking socket whose waits can be bounded.
-pub(crate) trait Socket: Read + Write {
+pub trait Socket: Read + Write {
+    /// Reads and writes take at most `limit` from here on.
+    ///
+    /// # Errors
+    /// What the system says; a limit of zero is none.
     fn bound_waits(&self, limit: Duration) -> io::Result<()>;
 }
 
 /// One side of a connection, past the handshake.
 #[derive(Debug)]
-pub(crate) struct Channel<S> {
+pub struct Channel<S> {
     pub(crate) stream: S,
     pub(crate) sent: Direction,
     pub(crate) received: Direction,
 }
 
-/// Key and number of messages of one direction.
+/// Key and number of messages of one direction of a connection.
 #[derive(Clone, Debug)]
-pub(crate) struct Direction {
+pub struct Direction {
     pub(crate) key: SessionKey,
     pub(crate) count: u64,
 }
@@ -99,9 +103,13 @@ pub(crate) fn nonce() -> Result<[u8; 32], ChannelError> {
 }
 
 /// First words of `side`.
-pub(crate) fn hello(side: Side, keyed: bool) -> Result<Hello, ChannelError> {
+pub(crate) fn hello(
+    protocol: &'static Protocol,
+    side: Side,
+    keyed: bool,
+) -> Result<Hello, ChannelError> {
     Ok(Hello {
-        protocol: &RANKS,
+        protocol,
         side,
         keyed,
         nonce: nonce()?,
@@ -159,6 +167,20 @@ impl Direction {
         (of(side), of(side.other()))
     }
 
+    /// Tag of the next frame that this side sends, `signed` being its length and body.
+    pub fn seal(&mut self, signed: &[u8]) -> [u8; TAG_LEN] {
+        let tag = self.key.tag(self.count, signed);
+        self.count += 1;
+        tag
+    }
+
+    /// Whether `tag` is that of the next frame that comes, `signed` being its length and body.
+    pub fn open(&mut self, signed: &[u8], tag: &[u8]) -> bool {
+        let good = self.key.verify(self.count, signed, tag);
+        self.count += u64::from(good);
+        good
+    }
+
     /// Bytes of the next message.
     pub(crate) fn encode<T: Serialize>(&mut self, message: &T) -> Result<Vec<u8>, ChannelError> {
         let mut frame: Vec<u8> =
@@ -166,8 +188,7 @@ impl Direction {
         let length = u32::try_from(frame.len() - 4).unwrap_or(u32::MAX);
         body_length(length.to_le_bytes(), MESSAGE_CAP)?;
         frame[..4].copy_from_slice(&length.to_le_bytes());
-        let tag = self.key.tag(self.count, &frame);
-        self.count += 1;
+        let tag = self.seal(&frame);
         frame.extend_from_slice(&tag);
         Ok(frame)
     }
@@ -179,10 +200,9 @@ impl Direction {
             .checked_sub(TAG_LEN)
             .and_then(|at| frame.split_at_checked(at))
             .ok_or(ChannelError::Message)?;
-        if !self.key.verify(self.count, signed, tag) {
+        if !self.open(signed, tag) {
             return Err(ChannelError::Message);
         }
-        self.count += 1;
         match postcard::take_from_bytes(signed.get(4..).unwrap_or_default()) {
             Ok((message, [])) => Ok(message),
             _ => Err(ChannelError::Message),
@@ -201,25 +221,29 @@ pub(crate) fn body_length(prefix: [u8; 4], cap: usize) -> Result<usize, ChannelE
 
 impl<S: Socket> Channel<S> {
     /// The dialling side's handshake.
-    pub(crate) fn dial(
+    ///
+    /// # Errors
+    /// [`ChannelError`], at `until` at the latest.
+    pub fn dial(
+        protocol: &'static Protocol,
         mut stream: S,
         key: Option<&PeerKey>,
         until: Instant,
     ) -> Result<Self, ChannelError> {
-        let ours = hello(Side::Dialer, key.is_some())?;
+        let ours = hello(protocol, Side::Dialer, key.is_some())?;
         write_full(&mut stream, &ours.encode(), until)?;
         let mut listener = [0; HELLO_LEN];
         read_full(&mut stream, &mut listener, until)?;
         ours.check_peer(&listener)?;
         let transcript = Transcript {
-            protocol: &RANKS,
+            protocol,
             dialer: ours.encode(),
             listener,
         };
         write_full(&mut stream, &transcript.proof(key, Side::Dialer), until)?;
         let mut proof = [0; PROOF_LEN];
         read_full(&mut stream, &mut proof, until)?;
-        if proof == RANKS.refusal() {
+        if proof == protocol.refusal() {
             return Err(HelloError::KeyRefused.into());
         }
         transcript.verify(key, Side::Listener, &proof)?;
@@ -227,12 +251,16 @@ impl<S: Socket> Channel<S> {
     }
 
     /// The listening side's handshake.
-    pub(crate) fn listen(
+    ///
+    /// # Errors
+    /// As [`Self::dial`].
+    pub fn listen(
+        protocol: &'static Protocol,
         mut stream: S,
         key: Option<&PeerKey>,
         until: Instant,
     ) -> Result<Self, ChannelError> {
-        let ours = hello(Side::Listener, key.is_some())?;
+        let ours = hello(protocol, Side::Listener, key.is_some())?;
         let mut dialer = [0; HELLO_LEN];
         read_full(&mut stream, &mut dialer, until)?;
         let fits = ours.check_peer(&dialer);
@@ -241,14 +269,14 @@ impl<S: Socket> Channel<S> {
         }
         fits?;
         let transcript = Transcript {
-            protocol: &RANKS,
+            protocol,
             dialer,
             listener: ours.encode(),
         };
         let mut proof = [0; PROOF_LEN];
         read_full(&mut stream, &mut proof, until)?;
         if let Err(error) = transcript.verify(key, Side::Dialer, &proof) {
-            write_full(&mut stream, &RANKS.refusal(), until)?;
+            write_full(&mut stream, &protocol.refusal(), until)?;
             return Err(error.into());
         }
         write_full(&mut stream, &transcript.proof(key, Side::Listener), until)?;
@@ -269,19 +297,30 @@ impl<S: Socket> Channel<S> {
         }
     }
 
-    pub(crate) fn send<T: Serialize>(
-        &mut self,
-        message: &T,
-        until: Instant,
-    ) -> Result<(), ChannelError> {
+    /// The socket, to be watched.
+    pub fn stream(&self) -> &S {
+        &self.stream
+    }
+
+    /// The socket, and the directions that it sends and receives in.
+    pub fn into_parts(self) -> (S, Direction, Direction) {
+        (self.stream, self.sent, self.received)
+    }
+
+    /// Sends a message of at most 512 KiB.
+    ///
+    /// # Errors
+    /// [`ChannelError`], at `until` at the latest.
+    pub fn send<T: Serialize>(&mut self, message: &T, until: Instant) -> Result<(), ChannelError> {
         let frame = self.sent.encode(message)?;
         write_full(&mut self.stream, &frame, until)
     }
 
-    pub(crate) fn receive<T: DeserializeOwned>(
-        &mut self,
-        until: Instant,
-    ) -> Result<T, ChannelError> {
+    /// The next message.
+    ///
+    /// # Errors
+    /// As [`Self::send`].
+    pub fn receive<T: DeserializeOwned>(&mut self, until: Instant) -> Result<T, ChannelError> {
         let mut prefix = [0; 4];
         read_full(&mut self.stream, &mut prefix, until)?;
         let length = body_length(prefix, MESSAGE_CAP)?;
@@ -313,8 +352,8 @@ mod tests {
     ) {
         let (left, right) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {
-            let dialing = scope.spawn(|| Channel::dial(left, dialer, soon()));
-            let listening = Channel::listen(right, listener, soon());
+            let dialing = scope.spawn(|| Channel::dial(&RANKS, left, dialer, soon()));
+            let listening = Channel::listen(&RANKS, right, listener, soon());
             (dialing.join().unwrap(), listening)
         })
     }

@@ -2,7 +2,7 @@
 //! rank's process, over a socket that has no file.
 
 use crate::board::{Layout, Shared};
-use crate::channel::{Channel, ChannelError, nonce};
+use crate::channel::{Channel, ChannelError, RANKS, nonce};
 use crate::handshake::PeerKey;
 use crate::start::StartError;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -109,7 +109,7 @@ fn meet(
         return Err(ChannelError::Message);
     }
     let soon = until.min(Instant::now() + HELLO_TIME);
-    let mut channel = Channel::listen(stream, key, soon)?;
+    let mut channel = Channel::listen(&RANKS, stream, key, soon)?;
     let member: Member = channel.receive(soon)?;
     if member.epoch != epoch || !ranks.contains(&member.rank) || member.rank == ranks.start {
         return Err(ChannelError::Message);
@@ -146,7 +146,7 @@ fn attach(
     until: Instant,
 ) -> Result<Exchanged, ChannelError> {
     let stream = UnixStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
-    let mut channel = Channel::dial(stream, key, until)?;
+    let mut channel = Channel::dial(&RANKS, stream, key, until)?;
     channel.send(&Member { rank, epoch }, until)?;
     let own = PidFd::own()?;
     send_descriptors(&channel.stream, &[MARK], &[own.as_fd()])?;

@@ -99,7 +99,7 @@ fn boards(topology: &Topology, shares: bool, options: Options) -> io::Result<Vec
 /// A connection that needs no handshake, since both ends are here.
 fn connect(listener: &TcpListener) -> io::Result<(Channel<TcpStream>, Channel<TcpStream>)> {
     let hello = |side| {
-        let hello = hello(side, false).map(|hello| hello.encode());
+        let hello = hello(&RANKS, side, false).map(|hello| hello.encode());
         hello.map_err(|error| match error {
             ChannelError::Io(error) => error,
             other => io::Error::other(other),

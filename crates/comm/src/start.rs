@@ -1,7 +1,7 @@
 //! From a plan to a group: rendezvous, shared memory, connections.
 
 use crate::board::{Board, Layout};
-use crate::channel::{Channel, ChannelError};
+use crate::channel::{Channel, ChannelError, RANKS};
 use crate::exchange;
 use crate::group::{Group, Options, Wiring};
 use crate::handshake::PeerKey;
@@ -158,6 +158,14 @@ struct Call {
 /// # Errors
 /// [`StartError`]; within the plan's limit and a few seconds.
 pub fn join(plan: &JoinPlan) -> Result<Joined, StartError> {
+    join_at(plan, None)
+}
+
+/// As [`join`], for a first rank that was given its listener: whoever bound it has kept the port from all others since.
+///
+/// # Errors
+/// As [`join`].
+pub fn join_at(plan: &JoinPlan, rendezvous: Option<TcpListener>) -> Result<Joined, StartError> {
     let until = Instant::now() + plan.limit;
     let JoinPlan { topology, rank, .. } = plan;
     let (rank, world) = (*rank, topology.world());
@@ -182,7 +190,7 @@ pub fn join(plan: &JoinPlan) -> Result<Joined, StartError> {
         }
         false => None,
     };
-    let ranks = meet(plan, info)?;
+    let ranks = meet(plan, info, rendezvous)?;
     let layout = Layout::new(
         domain.len() as u32,
         topology.nodes(),
@@ -265,7 +273,11 @@ fn check_address(plan: &JoinPlan, address: IpAddr) -> Result<(), StartError> {
 }
 
 /// The rendezvous: where all ranks are.
-fn meet(plan: &JoinPlan, info: RankInfo) -> Result<Vec<RankInfo>, StartError> {
+fn meet(
+    plan: &JoinPlan,
+    info: RankInfo,
+    given: Option<TcpListener>,
+) -> Result<Vec<RankInfo>, StartError> {
     let unresolved = |reason: String| StartError::Resolve {
         name: plan.master_addr.clone(),
         reason,
@@ -294,7 +306,11 @@ fn meet(plan: &JoinPlan, info: RankInfo) -> Result<Vec<RankInfo>, StartError> {
     if plan.topology.world() == 1 {
         return Ok(vec![own.info]);
     }
-    let listener = TcpListener::bind(first).map_err(|source| StartError::Listen {
+    let bound = match given {
+        Some(listener) => Ok(listener),
+        None => TcpListener::bind(first),
+    };
+    let listener = bound.map_err(|source| StartError::Listen {
         address: first,
         purpose: "for the rendezvous (MASTER_ADDR, MASTER_PORT)",
         source,
@@ -342,7 +358,7 @@ fn connect(
     let behind = ranks.iter().filter(outside).map(|info| info.rank);
     let mut missing: BTreeSet<u32> = behind.filter(|&rank| rank > plan.rank).collect();
     let world = plan.topology.world();
-    let mut acceptor = Acceptor::new(listener, plan.key.clone(), world).map_err(io)?;
+    let mut acceptor = Acceptor::new(&RANKS, listener, plan.key.clone(), world).map_err(io)?;
     while let Some(&first) = missing.first() {
         match acceptor.next::<Call>(&[], until).map_err(io)? {
             Event::Arrived {
@@ -384,7 +400,7 @@ fn dial(
     }
     let stream = TcpStream::connect_timeout(&address, left)?;
     stream.set_nodelay(true)?;
-    let mut channel = Channel::dial(stream, key, until)?;
+    let mut channel = Channel::dial(&RANKS, stream, key, until)?;
     channel.send(call, until)?;
     match channel.receive::<u32>(until)? == call.from {
         true => Ok(channel),

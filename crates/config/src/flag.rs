@@ -96,6 +96,14 @@ pub(crate) fn positive(text: &str) -> Result<u32, String> {
         .map_err(|_| "allowed: whole numbers from 1".to_owned())
 }
 
+/// Reads a port that others must know: 0 is none.
+pub(crate) fn port_in_use(text: &str) -> Result<u16, String> {
+    match text.parse() {
+        Ok(port) if port > 0 => Ok(port),
+        _ => Err("allowed: 1 to 65535".to_owned()),
+    }
+}
+
 /// Reads a time in seconds that may be 0.
 pub(crate) fn seconds(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {

@@ -1,5 +1,5 @@
 use crate::EnvironmentKeys;
-use crate::flag::{MOST_SECONDS, body_bytes, count, port, seconds, tokens, whole};
+use crate::flag::{MOST_SECONDS, body_bytes, count, port, port_in_use, seconds, tokens, whole};
 use crate::ranges::{
     BLOCK_SIZE, DP, EPLB_INTERVAL, KV_LEASE, KV_TIMEOUT, MAX_BODY_BYTES, MAX_MODEL_LEN,
     MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MAX_OUTPUT_TOKENS, MAX_WAITING, NUM_REDUNDANT_EXPERTS,
@@ -241,6 +241,41 @@ pub struct ServeConfig {
     #[schemars(range(min = *DP.start(), max = *DP.end()))]
     pub dp: u32,
 
+    /// Ranks on this node, the others being on further nodes, each with a `twinfer serve --headless`; all ranks if absent.
+    #[arg(long, value_name = "RANKS", value_parser = count(DP))]
+    #[serde(default)]
+    #[schemars(range(min = *DP.start(), max = *DP.end()))]
+    pub data_parallel_size_local: Option<u32>,
+
+    /// With --headless: number of this node's first rank among all.
+    #[arg(long, value_name = "RANK", value_parser = count(DP))]
+    #[serde(default)]
+    #[schemars(range(min = *DP.start(), max = *DP.end()))]
+    pub data_parallel_start_rank: Option<u32>,
+
+    /// With ranks on several nodes: the first node's address on the network that ranks use (MASTER_ADDR). There the
+    /// other nodes find it; anything but loopback needs a peer key.
+    #[arg(long, value_name = "ADDRESS")]
+    #[serde(default)]
+    pub data_parallel_address: Option<String>,
+
+    /// With ranks on several nodes: port at that address where the other nodes find the first one.
+    #[arg(long, value_name = "PORT", value_parser = port_in_use)]
+    #[serde(default)]
+    #[schemars(range(min = 1))]
+    pub data_parallel_rpc_port: Option<u16>,
+
+    /// Only ranks of an instance whose HTTP is on another node. This process ends with that one.
+    #[arg(long, requires_all = ["data_parallel_size_local", "data_parallel_start_rank", "data_parallel_address", "data_parallel_rpc_port"])]
+    #[serde(default)]
+    pub headless: bool,
+
+    /// With --headless: this node's address on the network that ranks use; the one from which it reaches the first node
+    /// if absent.
+    #[arg(long, value_name = "ADDRESS", requires = "headless")]
+    #[serde(default)]
+    pub rank_host: Option<std::net::IpAddr>,
+
     /// With several ranks: prompt tokens that a step of each rank takes beside generation; 0: prompts get steps of their
     /// own. 64 if absent.
     #[arg(long, value_parser = count(PREFILL_CHUNK))]
@@ -350,6 +385,12 @@ pub struct ServeConfig {
     #[serde(skip)]
     pub environment_keys: EnvironmentKeys,
 
+    /// With several ranks: folder for receipts, one JSON file for each failure, which names the rank that was lost, its last
+    /// step and what that did. The log says so in any case.
+    #[arg(long, value_name = "DIR")]
+    #[serde(default)]
+    pub receipts: Option<PathBuf>,
+
     /// Form of log lines.
     #[arg(long, value_enum, default_value_t)]
     #[serde(default)]
@@ -357,6 +398,11 @@ pub struct ServeConfig {
 }
 
 impl ServeConfig {
+    /// Ranks on this node.
+    pub fn ranks_here(&self) -> u32 {
+        self.data_parallel_size_local.unwrap_or(self.dp)
+    }
+
     /// The flags that are whole numbers, each with its value, if it has one, and what is allowed.
     pub fn numbers(
         &self,
@@ -382,6 +428,16 @@ impl ServeConfig {
                 NUM_SPECULATIVE_TOKENS,
             ),
             ("dp", Some(self.dp), DP),
+            (
+                "data-parallel-size-local",
+                self.data_parallel_size_local,
+                DP,
+            ),
+            (
+                "data-parallel-start-rank",
+                self.data_parallel_start_rank,
+                DP,
+            ),
             (
                 "prefill-any-interval",
                 Some(self.prefill_any_interval),

@@ -31,11 +31,28 @@ pub(crate) fn serve(
     let handoff = &deployment.file.handoff;
     let mut line = Line::new("serve");
     line.word(&model.to_string_lossy());
-    line.flag("--served-model-name", served_model_name);
-    line.flag("--name", &draft.name);
-    line.flag("--role", draft.spec.role.as_str());
-    line.flag("--host", &draft.node.host);
-    line.flag("--port", &draft.port.to_string());
+    if !draft.is_headless() {
+        line.flag("--served-model-name", served_model_name);
+        line.flag("--name", &draft.name);
+        line.flag("--role", draft.spec.role.as_str());
+        line.flag("--host", &draft.node.host);
+        line.flag("--port", &draft.port.to_string());
+    }
+    if let Some(ranks) = &draft.ranks {
+        line.flag("--dp", &ranks.all.to_string());
+        if ranks.count < ranks.all {
+            line.flag("--data-parallel-size-local", &ranks.count.to_string());
+            line.flag("--data-parallel-address", &ranks.master_addr);
+            line.flag("--data-parallel-rpc-port", &ranks.rpc_port.to_string());
+        }
+        if ranks.first > 0 {
+            line.words.push("--headless".to_owned());
+            line.flag("--data-parallel-start-rank", &ranks.first.to_string());
+            if let Some(address) = draft.node.rank_host {
+                line.flag("--rank-host", &address.to_string());
+            }
+        }
+    }
     if let Some(port) = draft.kv_port {
         line.flag("--kv-port", &port.to_string());
     }
@@ -59,7 +76,8 @@ pub(crate) fn serve(
     line.flag("--threads", &draft.cores.len().to_string());
     line.flag("--cpus", &CoreSet::text(&draft.cores));
     let mut flags = draft.spec.flags.clone();
-    absolute(deployment, &mut flags, &["api-key-file", "peer-key-file"]);
+    let files = ["api-key-file", "peer-key-file", "receipts"];
+    absolute(deployment, &mut flags, &files);
     // The router in front is stopped first, so nobody has to notice that readiness is gone.
     flags
         .entry("drain-settle".to_owned())
@@ -75,7 +93,7 @@ pub(crate) fn serve(
     }
     line.flags(&flags);
     // With cores or ports missing the line is not whole; that has been reported.
-    if draft.port != 0 && !draft.cores.is_empty() {
+    if (draft.port != 0 || draft.is_headless()) && !draft.cores.is_empty() {
         let command = ServeConfig::augment_args(clap::Command::new("serve").no_binary_name(true));
         let prefix = format!("instances[{}]", draft.group);
         let at = |flag: &str| {

@@ -51,6 +51,7 @@ fn example_file() -> DeploymentFile {
         role,
         count: 1,
         node: Some("local".to_owned()),
+        ranks: None,
         threads: None,
         cpus: None,
         port: NonZeroU16::new(port).map(OneOrList::One),
@@ -68,6 +69,8 @@ fn example_file() -> DeploymentFile {
         nodes: vec![NodeSpec {
             name: "local".to_owned(),
             host: "127.0.0.1".to_owned(),
+            rank_host: None,
+            agent: None,
             cores: None,
             share_cores: false,
         }],

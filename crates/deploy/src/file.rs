@@ -5,6 +5,7 @@ use schemars::{JsonSchema, Schema, SchemaGenerator};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::num::NonZeroU16;
 use std::path::PathBuf;
 use twinfer_config::{CoreSet, KvLoadFailurePolicy, RouterConfig, ServeConfig};
@@ -77,6 +78,17 @@ pub struct NodeSpec {
     #[serde(default = "default_host")]
     pub host: String,
 
+    /// Address on the network that ranks of an instance on several nodes use; `host` if absent.
+    #[serde(default)]
+    #[schemars(with = "Option<String>")]
+    #[schemars(example = "10.0.0.1")]
+    pub rank_host: Option<IpAddr>,
+
+    /// Port of the node's agent (`twinfer agent`), which starts what runs there; not needed where `up` runs.
+    #[serde(default)]
+    #[schemars(example = 8900)]
+    pub agent: Option<NonZeroU16>,
+
     /// Cores that the deployment may use, such as `0-3,8`; all that are permitted if absent.
     #[serde(default)]
     #[schemars(example = "0-3")]
@@ -110,6 +122,11 @@ pub struct InstanceSpec {
     /// Name of the node they run on; the first one if absent.
     #[serde(default)]
     pub node: Option<String>,
+
+    /// Ranks of each node, for an instance of role `both` over several of them: `{a: 8, b: 8}`. Ranks are numbered in the
+    /// order in which `nodes` lists the nodes; HTTP is on the first. On one node `dp` does it.
+    #[serde(default)]
+    pub ranks: Option<BTreeMap<String, u32>>,
 
     /// Compute threads of each, one core each; an equal share of the node's free cores if absent.
     #[serde(default)]
@@ -209,6 +226,12 @@ pub(crate) const SERVE_FLAGS_SAID_ELSEWHERE: &[(&str, &str)] = &[
     ("model", "`model: path`"),
     ("served-model-name", "`model: name`"),
     ("host", "the node's `host`"),
+    ("data-parallel-size-local", "`ranks`"),
+    ("data-parallel-start-rank", "`ranks`"),
+    ("data-parallel-address", "the node's `rank-host`"),
+    ("data-parallel-rpc-port", "the plan"),
+    ("headless", "`ranks`"),
+    ("rank-host", "the node's `rank-host`"),
     ("pd-peers", "the plan: all prefill instances"),
     ("kv-lease", "`handoff: lease`"),
     ("kv-timeout", "`handoff: timeout`"),
@@ -239,6 +262,8 @@ fn default_nodes() -> Vec<NodeSpec> {
     vec![NodeSpec {
         name: "local".to_owned(),
         host: default_host(),
+        rank_host: None,
+        agent: None,
         cores: None,
         share_cores: false,
     }]

@@ -1,8 +1,9 @@
 //! Runs a plan on this machine: child processes of one binary, their logs, their readiness, their end.
 
+use crate::agent::{Agents, Heard};
 use crate::facts::is_local;
 use crate::logs::{LogStyle, Logs};
-use crate::plan::{Plan, PlannedVariable};
+use crate::plan::{Plan, PlannedInstance, PlannedNode, PlannedVariable};
 use crate::ready;
 use crate::supervise::{Action, Cause, Ended, Event, Exit, Limits, Supervisor};
 use rustix::process::{PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -35,6 +36,8 @@ pub struct UpOptions {
     pub logs: LogStyle,
     /// Key between the processes, for [`PEER_KEY_ENV`]; none leaves the environment as it is.
     pub peer_key: Option<String>,
+    /// Key that agents of other nodes hold, too.
+    pub agent_key: Option<String>,
 }
 
 /// Why a plan did not run to a clean end.
@@ -79,6 +82,8 @@ enum Note {
     Event(Event),
     /// Why a child is not ready yet.
     Waiting(usize, String),
+    /// An agent passes on a line of a child.
+    Line(usize, String),
 }
 
 /// Runs `plan` until `stop` counts up (once: drain; twice: end now) or something fails. `ready` is told
@@ -98,9 +103,11 @@ pub async fn up(
     check_place(plan)?;
     check_ports(plan)?;
     let (notes, mut inbox) = mpsc::channel::<Note>(64);
+    let agents = agents(plan, options, &notes)?;
     let mut run = Run {
         plan,
         options,
+        agents,
         children: (0..=plan.instances.len()).map(|_| None).collect(),
         waiting: vec![String::new(); plan.instances.len() + 1],
         logs: Logs::new(names(plan), options.logs, LAST_LINES),
@@ -132,6 +139,10 @@ pub async fn up(
                     Some(Note::Event(event)) => event,
                     Some(Note::Waiting(child, why)) => {
                         run.waiting[child] = why;
+                        continue;
+                    }
+                    Some(Note::Line(child, text)) => {
+                        run.logs.take(child, &text);
                         continue;
                     }
                     // `run` keeps a sender, so this does not happen.
@@ -169,6 +180,8 @@ pub async fn up(
 struct Run<'p> {
     plan: &'p Plan,
     options: &'p UpOptions,
+    /// Of the nodes that are not this machine.
+    agents: Agents,
     /// Handles that signals go to, in the order of the plan, the router last.
     children: Vec<Option<OwnedFd>>,
     /// Why a child was not ready when it was last asked.
@@ -198,6 +211,10 @@ impl Run<'_> {
     }
 
     fn signal(&mut self, child: usize, signal: Signal) -> Option<Event> {
+        if let Some(node) = self.elsewhere(child) {
+            self.agents.signal(node, child, signal == Signal::KILL);
+            return None;
+        }
         // A child that has ended meanwhile says so itself.
         let _ = self.children[child]
             .as_ref()
@@ -205,8 +222,42 @@ impl Run<'_> {
         None
     }
 
+    /// The node of a child that an agent starts.
+    fn elsewhere(&self, child: usize) -> Option<&str> {
+        let instance = self.plan.instances.get(child)?;
+        let node = self
+            .plan
+            .nodes
+            .iter()
+            .find(|node| node.name == instance.node);
+        node.filter(|node| !is_local(&node.host))
+            .map(|node| node.name.as_str())
+    }
+
+    /// Has somebody ask a child whether it is ready. Ranks without HTTP are when their instance's first node is.
+    fn await_ready(&mut self, index: usize) {
+        let (notes, url) = (self.notes.clone(), self.url(index));
+        let answers = self.plan.instances.get(index);
+        let answers = answers.is_none_or(PlannedInstance::answers);
+        self.tasks.spawn(async move {
+            let told = notes.clone();
+            let on_wait = |why: String| {
+                // The reason is told again soon if there is no room.
+                let _ = told.try_send(Note::Waiting(index, why));
+            };
+            if !answers || ready::wait(&url, on_wait).await {
+                let _ = notes.send(Note::Event(Event::Ready(index))).await;
+            }
+        });
+    }
+
     fn start(&mut self, index: usize) -> std::io::Result<()> {
         let (command, environment) = self.command(index);
+        if let Some(node) = self.elsewhere(index) {
+            self.agents.serve(node, index, &command[2..])?;
+            self.await_ready(index);
+            return Ok(());
+        }
         let mut process = Command::new(&self.options.program);
         process
             .args(&command[1..])
@@ -244,17 +295,7 @@ impl Run<'_> {
             .take()
             .map(|pipe| outputs.spawn(self.logs.follow(index, pipe)));
         self.watch(index, child, outputs);
-        let (notes, url) = (self.notes.clone(), self.url(index));
-        self.tasks.spawn(async move {
-            let told = notes.clone();
-            let on_wait = |why: String| {
-                // The reason is told again soon if there is no room.
-                let _ = told.try_send(Note::Waiting(index, why));
-            };
-            if ready::wait(&url, on_wait).await {
-                let _ = notes.send(Note::Event(Event::Ready(index))).await;
-            }
-        });
+        self.await_ready(index);
         Ok(())
     }
 
@@ -263,8 +304,8 @@ impl Run<'_> {
         let notes = self.notes.clone();
         self.tasks.spawn(async move {
             let exit = match child.wait().await {
-                Ok(status) => exit_of(status),
-                Err(_) => Exit::Code(-1),
+                Ok(status) => Exit::of(status),
+                Err(_) => Exit::Unknown,
             };
             let _ = timeout(OUTPUT_GRACE, async {
                 while outputs.join_next().await.is_some() {}
@@ -421,17 +462,9 @@ fn names(plan: &Plan) -> Vec<String> {
         .collect()
 }
 
-fn exit_of(status: std::process::ExitStatus) -> Exit {
-    use std::os::unix::process::ExitStatusExt;
-    match (status.code(), status.signal()) {
-        (Some(code), _) => Exit::Code(code),
-        (None, Some(signal)) => Exit::Signal(signal),
-        (None, None) => Exit::Code(-1),
-    }
-}
-
 fn exit_text(exit: Exit) -> String {
     match exit {
+        Exit::Unknown => "nobody left to say how".to_owned(),
         Exit::Code(code) => format!("exit code {code}"),
         Exit::Signal(number) => match number {
             6 => "signal 6 (SIGABRT)".to_owned(),
@@ -443,15 +476,37 @@ fn exit_text(exit: Exit) -> String {
     }
 }
 
+/// Reaches the agents of all nodes that are not this machine.
+fn agents(plan: &Plan, options: &UpOptions, notes: &mpsc::Sender<Note>) -> Result<Agents, UpError> {
+    let others = plan.nodes.iter().filter(|node| !is_local(&node.host));
+    let others: Vec<&PlannedNode> = others.collect();
+    let notes = notes.clone();
+    // Called by threads of their own; with the supervision gone nobody wants to know.
+    let tell = move |heard: Heard| {
+        let note = match heard {
+            Heard::StartFailed(child, why) => Note::Event(Event::StartFailed(child, why)),
+            Heard::Line(child, text) => Note::Line(child, text),
+            Heard::Ended(child, exit) => Note::Event(Event::Exited(child, exit)),
+        };
+        let _ = notes.blocking_send(note);
+    };
+    let key = options.agent_key.as_deref();
+    Agents::connect(&others, &plan.deployment, key, &tell).map_err(UpError::Place)
+}
+
 fn check_place(plan: &Plan) -> Result<(), UpError> {
     let mut elsewhere = Vec::new();
+    let has_agent = |name: &str| {
+        let node = plan.nodes.iter().find(|node| node.name == name);
+        node.is_some_and(|node| node.agent.is_some())
+    };
     for instance in plan
         .instances
         .iter()
-        .filter(|instance| !is_local(&instance.host))
+        .filter(|instance| !is_local(&instance.host) && !has_agent(&instance.node))
     {
         elsewhere.push(format!(
-            "instance {} is on node {} ({})",
+            "instance {} is on node {} ({}), which names no `agent`",
             instance.name, instance.node, instance.host
         ));
     }
@@ -462,7 +517,7 @@ fn check_place(plan: &Plan) -> Result<(), UpError> {
         return Ok(());
     }
     Err(UpError::Place(format!(
-        "{}; `up` starts only what runs on this machine",
+        "{}; `up` starts the router and what has no agent on this machine only",
         elsewhere.join(", ")
     )))
 }
@@ -471,7 +526,7 @@ fn check_place(plan: &Plan) -> Result<(), UpError> {
 fn check_ports(plan: &Plan) -> Result<(), UpError> {
     let mut problems = Vec::new();
     let mut held = Vec::new();
-    for port in plan.ports() {
+    for port in plan.ports().into_iter().filter(|port| is_local(port.host)) {
         let reason = match TcpListener::bind((port.host, port.number)) {
             Ok(listener) => {
                 held.push(listener);

@@ -1,6 +1,7 @@
 //! Deployment file, plan and supervision: what `twinfer plan` prints and `twinfer up` runs.
 #![forbid(unsafe_code)]
 
+mod agent;
 mod command;
 mod cores;
 mod diagnose;
@@ -20,6 +21,7 @@ mod schema;
 mod source;
 mod supervise;
 
+pub use agent::{AgentError, run_agent};
 pub use diagnose::{Cause, Diagnosis};
 pub use diagnostic::{Diagnostic, Diagnostics, Place};
 pub use example::{example, schema};
@@ -34,8 +36,8 @@ pub use launch::{
 pub use load::{Deployment, LoadError};
 pub use logs::LogStyle;
 pub use plan::{
-    Checks, Facts, Plan, PlannedInstance, PlannedPort, PlannedRouter, PlannedVariable, ServeCheck,
-    shell_line,
+    Checks, Facts, Plan, PlannedInstance, PlannedNode, PlannedPort, PlannedRanks, PlannedRouter,
+    PlannedVariable, ServeCheck, shell_line,
 };
 pub use resolve::resolve;
 pub use twinfer_config::CoreSet;

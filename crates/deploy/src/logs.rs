@@ -119,6 +119,11 @@ impl Logs {
         text
     }
 
+    /// Passes on a line that an agent has read.
+    pub(crate) fn take(&self, child: usize, line: &str) {
+        self.children[child].take(line, self.style, &self.sink);
+    }
+
     /// Reads a pipe to its end.
     pub(crate) fn follow(
         &self,

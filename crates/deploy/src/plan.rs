@@ -38,7 +38,9 @@ pub struct Plan {
     pub model: PathBuf,
     /// Name that clients use.
     pub served_model_name: String,
-    /// Instances in the order of the file.
+    /// Nodes that something of the plan runs on.
+    pub nodes: Vec<PlannedNode>,
+    /// Instances in the order of the file. One with ranks on several nodes is an entry for each of them.
     pub instances: Vec<PlannedInstance>,
     /// The router.
     pub router: PlannedRouter,
@@ -46,7 +48,33 @@ pub struct Plan {
     pub warnings: Vec<String>,
 }
 
-/// One instance.
+/// One node.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct PlannedNode {
+    /// Name.
+    pub name: String,
+    /// Address that others reach it at.
+    pub host: String,
+    /// Port of its agent.
+    pub agent: Option<u16>,
+}
+
+/// Ranks of one node, of an instance that has some on several.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct PlannedRanks {
+    /// Number of the first.
+    pub first: u32,
+    /// How many.
+    pub count: u32,
+    /// Of all nodes.
+    pub all: u32,
+    /// The first node's address on the network that ranks use.
+    pub master_addr: String,
+    /// Port where the first node waits for the others.
+    pub rpc_port: u16,
+}
+
+/// One instance, or one node's ranks of it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PlannedInstance {
     /// Name, unique in the plan.
@@ -57,9 +85,11 @@ pub struct PlannedInstance {
     pub node: String,
     /// Cores, its own unless the node shares cores.
     pub cores: Vec<u32>,
+    /// Its ranks, if it is on several nodes.
+    pub ranks: Option<PlannedRanks>,
     /// Address that it listens on.
     pub host: String,
-    /// HTTP port.
+    /// HTTP port; 0 for ranks whose HTTP is on another node.
     pub port: u16,
     /// Port that it hands KV over at.
     pub kv_port: Option<u16>,
@@ -109,6 +139,11 @@ pub struct PlannedPort<'p> {
 }
 
 impl PlannedInstance {
+    /// Does it answer HTTP? Else it is ranks of an instance that does so on another node.
+    pub fn answers(&self) -> bool {
+        self.ranks.as_ref().is_none_or(|ranks| ranks.first == 0)
+    }
+
     /// `http://host:port`.
     pub fn url(&self) -> String {
         format!("http://{}", HostPort::display(&self.host, self.port))
@@ -135,9 +170,19 @@ impl Plan {
                     key,
                 });
             };
-            add(instance.port, "HTTP", "port");
+            if instance.answers() {
+                add(instance.port, "HTTP", "port");
+            }
             for &port in &instance.kv_ports {
                 add(port, "KV handoff", "kv-port");
+            }
+            if let Some(ranks) = instance.ranks.as_ref().filter(|ranks| ranks.first == 0) {
+                ports.push(PlannedPort {
+                    host: &ranks.master_addr,
+                    number: ranks.rpc_port,
+                    what: format!("instance {}, ranks of other nodes", instance.name),
+                    key: "nodes: rank-host",
+                });
             }
         }
         ports.push(PlannedPort {
@@ -160,16 +205,34 @@ impl fmt::Display for Plan {
             self.model.display(),
             self.served_model_name
         )?;
+        for node in &self.nodes {
+            if let Some(port) = node.agent {
+                let at = HostPort::display(&node.host, port);
+                writeln!(f, "agent      {} at {at}", node.name)?;
+            }
+        }
         for instance in &self.instances {
             writeln!(f, "\ninstance   {}", instance.name)?;
             writeln!(f, "  role     {}", instance.role)?;
             writeln!(f, "  node     {}", instance.node)?;
             writeln!(f, "  cores    {}", crate::CoreSet::text(&instance.cores))?;
-            writeln!(
-                f,
-                "  http     {}",
-                HostPort::display(&instance.host, instance.port)
-            )?;
+            if let Some(ranks) = &instance.ranks {
+                writeln!(
+                    f,
+                    "  ranks    {} to {} of {}, first node at {}",
+                    ranks.first,
+                    ranks.first + ranks.count - 1,
+                    ranks.all,
+                    HostPort::display(&ranks.master_addr, ranks.rpc_port)
+                )?;
+            }
+            if instance.answers() {
+                writeln!(
+                    f,
+                    "  http     {}",
+                    HostPort::display(&instance.host, instance.port)
+                )?;
+            }
             for &port in &instance.kv_ports {
                 writeln!(f, "  kv       {}", HostPort::display(&instance.host, port))?;
             }

@@ -14,6 +14,9 @@ const FIRST_PORT: u16 = 8100;
 /// First KV port that is picked.
 const FIRST_KV_PORT: u16 = 8500;
 
+/// First port that is picked where ranks of other nodes come to.
+const FIRST_RPC_PORT: u16 = 8700;
+
 /// Ports taken on each node, with the line that took them.
 type Taken = BTreeMap<(String, u16), (String, u32)>;
 
@@ -38,7 +41,7 @@ pub(crate) fn allot(
         );
     }
     // Numbers of the file first, so that a picked one never takes one of them.
-    for draft in drafts.iter_mut() {
+    for draft in drafts.iter_mut().filter(|draft| !draft.is_headless()) {
         if let Some(ports) = &draft.spec.port {
             let at = steps!["instances", draft.group, "port"];
             draft.port =
@@ -46,17 +49,27 @@ pub(crate) fn allot(
         }
         if let (Some(ports), Role::Prefill) = (&draft.spec.kv_port, draft.spec.role) {
             let at = steps!["instances", draft.group, "kv-port"];
-            let ports = (ports, draft.ranks());
+            let ports = (ports, draft.rank_count());
             draft.kv_port = given(deployment, ports, draft, at, &mut taken, "KV", found);
         }
     }
     for draft in drafts.iter_mut() {
-        if draft.spec.port.is_none() {
+        if draft.spec.port.is_none() && !draft.is_headless() {
             draft.port = pick(deployment, draft, &mut taken, (FIRST_PORT, 1), found);
         }
         if draft.spec.kv_port.is_none() && draft.spec.role == Role::Prefill {
-            let from = (FIRST_KV_PORT, draft.ranks());
+            let from = (FIRST_KV_PORT, draft.rank_count());
             draft.kv_port = Some(pick(deployment, draft, &mut taken, from, found));
+        }
+    }
+    // The first node's, which all nodes of the instance are told.
+    let mut rpc_port = 0;
+    for draft in drafts.iter_mut() {
+        if draft.ranks.is_some() && !draft.is_headless() {
+            rpc_port = pick(deployment, draft, &mut taken, (FIRST_RPC_PORT, 1), found);
+        }
+        if let Some(ranks) = &mut draft.ranks {
+            ranks.rpc_port = rpc_port;
         }
     }
 }

@@ -5,7 +5,9 @@ use crate::cores::{self, Ask};
 use crate::diagnostic::{Diagnostic, Diagnostics};
 use crate::file::{InstanceSpec, NodeSpec, OneOrList};
 use crate::load::Deployment;
-use crate::plan::{Checks, Facts, Plan, PlannedInstance, PlannedRouter, PlannedVariable};
+use crate::plan::{
+    Checks, Facts, Plan, PlannedInstance, PlannedNode, PlannedRanks, PlannedRouter, PlannedVariable,
+};
 use crate::source::{Step, steps};
 use crate::{command, ports};
 use serde_json::Value;
@@ -24,14 +26,21 @@ pub(crate) struct Draft<'d> {
     pub(crate) name: String,
     pub(crate) node: &'d NodeSpec,
     pub(crate) cores: Vec<u32>,
+    /// Its ranks, if it has some on several nodes.
+    pub(crate) ranks: Option<PlannedRanks>,
     pub(crate) port: u16,
     /// The first of as many as it has ranks.
     pub(crate) kv_port: Option<u16>,
 }
 
 impl Draft<'_> {
+    /// Ranks whose HTTP is on another node.
+    pub(crate) fn is_headless(&self) -> bool {
+        self.ranks.as_ref().is_some_and(|ranks| ranks.first > 0)
+    }
+
     /// Ranks of this instance, as far as the file says so rightly: what is wrong is told with the flags.
-    pub(crate) fn ranks(&self) -> u16 {
+    pub(crate) fn rank_count(&self) -> u16 {
         let given = self.spec.flags.get("dp").and_then(Value::as_u64);
         let ranks = given.and_then(|ranks| u32::try_from(ranks).ok());
         let ranks = ranks.filter(|ranks| DP.contains(ranks)).unwrap_or(1);
@@ -40,7 +49,7 @@ impl Draft<'_> {
 
     /// Ports of its ranks for KV.
     pub(crate) fn kv_ports(&self) -> impl Iterator<Item = u16> {
-        let ranks = self.ranks();
+        let ranks = self.rank_count();
         self.kv_port
             .into_iter()
             .flat_map(move |first| (0..ranks).filter_map(move |rank| first.checked_add(rank)))
@@ -104,6 +113,7 @@ pub fn resolve(
             role: draft.spec.role,
             node: draft.node.name.clone(),
             cores: draft.cores.clone(),
+            ranks: draft.ranks.clone(),
             host: draft.node.host.clone(),
             port: draft.port,
             kv_port: draft.kv_port,
@@ -126,7 +136,7 @@ pub fn resolve(
     let urls = |role: Role| {
         instances
             .iter()
-            .filter(move |instance| instance.role == role)
+            .filter(move |instance| instance.role == role && instance.answers())
             .map(PlannedInstance::url)
     };
     let router_flags = &file.router.flags;
@@ -160,10 +170,20 @@ pub fn resolve(
     if !found.is_empty() {
         return Err(deployment.diagnostics(found));
     }
+    let used = |node: &&NodeSpec| {
+        let on = |name: &str| name == node.name;
+        on(&router.node) || instances.iter().any(|instance| on(&instance.node))
+    };
+    let nodes = file.nodes.iter().filter(used).map(|node| PlannedNode {
+        name: node.name.clone(),
+        host: node.host.clone(),
+        agent: node.agent.map(NonZeroU16::get),
+    });
     Ok(Plan {
         deployment: file.name.clone(),
         model,
         served_model_name,
+        nodes: nodes.collect(),
         instances,
         router,
         warnings,
@@ -298,9 +318,13 @@ fn draft<'d>(deployment: &'d Deployment, found: &mut Vec<Diagnostic>) -> Vec<Dra
             &spec.name,
             found,
         );
-        let at = steps!["instances", group, "node"];
-        let Some(node) = node_of(deployment, spec.node.as_deref(), at, found) else {
-            continue;
+        let places = match &spec.ranks {
+            Some(ranks) => places(deployment, group, ranks, found),
+            None => {
+                let at = steps!["instances", group, "node"];
+                let node = node_of(deployment, spec.node.as_deref(), at, found);
+                node.map(|node| (node, None)).into_iter().collect()
+            }
         };
         for number in 0..spec.count as usize {
             let name = if spec.count == 1 {
@@ -324,19 +348,99 @@ fn draft<'d>(deployment: &'d Deployment, found: &mut Vec<Diagnostic>) -> Vec<Dra
                 ));
                 break;
             }
-            drafts.push(Draft {
-                spec,
-                group,
-                number,
-                name,
-                node,
-                cores: Vec::new(),
-                port: 0,
-                kv_port: None,
-            });
+            for (node, ranks) in &places {
+                let other = ranks.as_ref().is_some_and(|ranks| ranks.first > 0);
+                drafts.push(Draft {
+                    spec,
+                    group,
+                    number,
+                    name: match other {
+                        // No name of the file has this character.
+                        true => format!("{name}@{}", node.name),
+                        false => name.clone(),
+                    },
+                    node,
+                    cores: Vec::new(),
+                    ranks: ranks.clone(),
+                    port: 0,
+                    kv_port: None,
+                });
+            }
         }
     }
     drafts
+}
+
+/// The nodes of an instance that has ranks on them, in order, with what is said of each one's ranks; the ports come later.
+fn places<'d>(
+    deployment: &'d Deployment,
+    group: usize,
+    ranks: &BTreeMap<String, u32>,
+    found: &mut Vec<Diagnostic>,
+) -> Vec<(&'d NodeSpec, Option<PlannedRanks>)> {
+    let spec = &deployment.file.instances[group];
+    let at = steps!["instances", group, "ranks"];
+    let mut wrong = |message: String, help: &str| {
+        let message = format!("instances[{group}].{message}");
+        found.push(deployment.wrong(at, message, Some(help.to_owned())));
+    };
+    if spec.role != Role::Both {
+        wrong(
+            format!("ranks is given for role {}", spec.role),
+            "allowed for role both: ranks on several nodes hand no KV over",
+        );
+    }
+    if spec.count != 1 {
+        wrong(
+            format!("ranks is given with a count of {}", spec.count),
+            "give each instance an entry of its own",
+        );
+    }
+    for (key, given) in [
+        ("node", spec.node.is_some()),
+        ("cpus", spec.cpus.is_some()),
+        ("dp", spec.flags.contains_key("dp")),
+    ] {
+        if given {
+            wrong(
+                format!("{key} is given beside ranks"),
+                "leave it out: `ranks` names the nodes and how many ranks each has, a node's `cores` its cores",
+            );
+        }
+    }
+    let all: u64 = ranks.values().map(|&count| u64::from(count)).sum();
+    let most = u64::from(*DP.end());
+    if ranks.is_empty() || ranks.values().any(|&count| count == 0) || all > most {
+        wrong(
+            format!("ranks are {all} on {} nodes", ranks.len()),
+            &format!("allowed: at least 1 on each node, {most} together"),
+        );
+        return Vec::new();
+    }
+    for name in ranks.keys() {
+        node_of(deployment, Some(name), at, found);
+    }
+    let nodes = deployment.file.nodes.iter();
+    let nodes: Vec<(&NodeSpec, u32)> = nodes
+        .filter_map(|node| ranks.get(&node.name).map(|&count| (node, count)))
+        .collect();
+    let master_addr = nodes.first().map(|(node, _)| match node.rank_host {
+        Some(address) => address.to_string(),
+        None => node.host.clone(),
+    });
+    let mut first = 0;
+    let place = |(node, count): &(&'d NodeSpec, u32)| {
+        let planned = PlannedRanks {
+            first,
+            count: *count,
+            all: u32::try_from(all).unwrap_or(u32::MAX),
+            master_addr: master_addr.clone().unwrap_or_default(),
+            rpc_port: 0,
+        };
+        first += count;
+        (*node, Some(planned))
+    };
+    nodes.iter().map(place).collect()
 }
 
 /// What the values of one group say together, and the groups among each other.

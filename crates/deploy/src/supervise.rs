@@ -1,6 +1,9 @@
 //! When to start, stop and kill the processes of a deployment: a pure state machine. The last child
 //! is the router, all others are instances.
 
+use serde::{Deserialize, Serialize};
+use std::os::unix::process::ExitStatusExt;
+use std::process::ExitStatus;
 use std::time::Duration;
 
 /// Deadlines.
@@ -37,12 +40,25 @@ pub(crate) enum Event {
 }
 
 /// How a process ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Exit {
     /// It returned this code.
     Code(i32),
     /// This signal ended it.
     Signal(i32),
+    /// Nobody is left to say.
+    Unknown,
+}
+
+impl Exit {
+    /// What the system says of a process that has been waited for.
+    pub(crate) fn of(status: ExitStatus) -> Self {
+        match (status.code(), status.signal()) {
+            (Some(code), _) => Self::Code(code),
+            (None, Some(signal)) => Self::Signal(signal),
+            (None, None) => Self::Unknown,
+        }
+    }
 }
 
 /// What to do.

@@ -108,6 +108,7 @@ impl Case {
             ready_timeout: Duration::from_secs(20),
             logs: LogStyle::Quiet,
             peer_key: Some("a key for this test".to_owned()),
+            agent_key: None,
         }
     }
 

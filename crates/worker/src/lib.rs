@@ -29,7 +29,7 @@ pub use error::{ExitClass, ServeError};
 pub use load::{LoadProgress, Model};
 pub use logprobs::{PromptLogprobs, Scored, shown as shown_logprob};
 pub use model::{check_model_config, load_model};
-pub use rank::{RankProgram, run_rank};
+pub use rank::{HeadlessStop, RankProgram, run_rank, serve_headless};
 pub use ranks::{GroupExchange, ranks_in_process};
 pub use serve::{Hooks, PEER_CONNECTIONS, Ready, pin_process, serve, serve_with};
 pub use settings::validate;

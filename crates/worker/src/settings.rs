@@ -5,6 +5,7 @@ use twinfer_config::model::parse_bytes;
 use twinfer_config::{CoreSet, FlagError, MOST_SECONDS, ServeConfig};
 use twinfer_engine::EngineConfig;
 use twinfer_engine::phase::{Mixing, PhasePolicy, Threshold};
+use twinfer_protocol::Role;
 
 /// Milliseconds that prompts wait for a threshold unless told otherwise.
 const LONGEST_WAIT: u64 = 300;
@@ -47,6 +48,7 @@ impl Settings {
         }
         cpus(config)?;
         ranks(config)?;
+        nodes(config)?;
         let seconds = |flag, value: f64| {
             if (0.0..=MOST_SECONDS).contains(&value) {
                 return Ok(Duration::from_secs_f64(value));
@@ -154,6 +156,80 @@ fn ranks(config: &ServeConfig) -> Result<(), ServeError> {
             let allowed =
                 "it is for several ranks that step together: set dp above 1, or leave it out";
             return Err(FlagError::new(flag, value, allowed).into());
+        }
+    }
+    Ok(())
+}
+
+/// What is allowed of ranks on several nodes.
+fn nodes(config: &ServeConfig) -> Result<(), ServeError> {
+    let bad = |flag, value: &dyn Display, allowed: String| {
+        Err(FlagError::new(flag, value, allowed).into())
+    };
+    let here = config.ranks_here();
+    if !(1..=config.dp).contains(&here) {
+        let allowed = format!(
+            "1 to {} are allowed, the number of all ranks (dp)",
+            config.dp
+        );
+        return bad("data-parallel-size-local", &here, allowed);
+    }
+    let start = config.data_parallel_start_rank;
+    match (config.headless, start) {
+        (true, Some(start)) if !(1..=config.dp - here).contains(&start) => {
+            let allowed = match config.dp - here {
+                0 => format!(
+                    "with {here} of {here} ranks here no other node has any: leave --headless out"
+                ),
+                last => format!(
+                    "1 to {last} are allowed: this node has {here} of {} ranks",
+                    config.dp
+                ),
+            };
+            return bad("data-parallel-start-rank", &start, allowed);
+        }
+        (true, None) => {
+            let allowed = "it is needed with --headless: the number of this node's first rank";
+            return bad("data-parallel-start-rank", &"absent", allowed.to_owned());
+        }
+        (false, Some(start)) => {
+            let allowed = "it is for --headless: the node that serves HTTP has rank 0";
+            return bad("data-parallel-start-rank", &start, allowed.to_owned());
+        }
+        _ => {}
+    }
+    let several = config.headless || here < config.dp;
+    if several && config.role != Role::Both {
+        let allowed = format!(
+            "both is allowed with ranks on several nodes; {here} of {} are here",
+            config.dp
+        );
+        return bad("role", &config.role, allowed);
+    }
+    let given = [
+        (
+            "data-parallel-address",
+            config.data_parallel_address.clone(),
+        ),
+        (
+            "data-parallel-rpc-port",
+            config.data_parallel_rpc_port.map(|port| port.to_string()),
+        ),
+    ];
+    for (flag, value) in given {
+        match (several, value) {
+            (true, None) => {
+                let allowed = format!(
+                    "it is needed where {here} of {} ranks are on this node: the others find the first node there",
+                    config.dp
+                );
+                return bad(flag, &"absent", allowed);
+            }
+            (false, Some(value)) => {
+                let allowed = "it is for ranks on several nodes: set data-parallel-size-local below dp, or leave it out";
+                return bad(flag, &value, allowed.to_owned());
+            }
+            _ => {}
         }
     }
     Ok(())

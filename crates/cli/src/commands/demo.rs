@@ -88,6 +88,7 @@ async fn show(args: &DemoArgs, plan: &Plan) -> Outcome {
             LogStyle::Quiet
         },
         peer_key: Some(key.clone()),
+        agent_key: None,
     };
     let (stop, stopped) = watch::channel(0);
     let (ready, is_ready) = oneshot::channel();

@@ -1,4 +1,4 @@
-use super::runtime;
+use super::runtime::{self, StopSignals};
 use crate::args::ServeArgs;
 use crate::exit::{Code, Failure, Outcome};
 use crate::{logging, output, progress};
@@ -6,7 +6,8 @@ use std::net::SocketAddr;
 use twinfer_config::ServeConfig;
 use twinfer_http::Drain;
 use twinfer_worker::{
-    ExitClass, Hooks, LoadProgress, PEER_CONNECTIONS, RankProgram, ServeError, pin_process,
+    ExitClass, HeadlessStop, Hooks, LoadProgress, PEER_CONNECTIONS, RankProgram, ServeError,
+    pin_process,
 };
 
 pub(crate) fn run(args: ServeArgs) -> Outcome {
@@ -16,6 +17,9 @@ pub(crate) fn run(args: ServeArgs) -> Outcome {
     super::check_threads(config.threads, config.cpus.as_deref())?;
     // Before any thread is made: they inherit it.
     pin_process(&config).map_err(|error| failure(&error))?;
+    if config.headless {
+        return headless(&config);
+    }
     let bar = progress::Bar::bytes("loading");
     let (told, ended) = (bar.clone(), bar.clone());
     let picked = config.port == 0;
@@ -42,6 +46,29 @@ pub(crate) fn run(args: ServeArgs) -> Outcome {
     ended.finish();
     runtime::end(runtime);
     served.map_err(|error| failure(&error))
+}
+
+/// Ranks of an instance whose front is on another node.
+fn headless(config: &ServeConfig) -> Outcome {
+    let stop = HeadlessStop::default();
+    let asked = stop.clone();
+    // Not this thread: the ranks end with the one that starts them, and it waits for them.
+    let signals = std::thread::Builder::new()
+        .name("signals".into())
+        .spawn(move || {
+            let runtime = runtime::single()?;
+            runtime.block_on(async {
+                let mut signals = StopSignals::new()?;
+                loop {
+                    signals.next().await;
+                    asked.ask();
+                }
+            })
+        });
+    let _signals: std::thread::JoinHandle<Outcome> = signals
+        .map_err(|error| Failure::new(Code::Internal, format!("cannot start a thread: {error}")))?;
+    let program = super::rank::program()?;
+    twinfer_worker::serve_headless(config, &program, &stop).map_err(|error| failure(&error))
 }
 
 fn ranks(config: &ServeConfig) -> Result<Option<RankProgram>, Failure> {

@@ -9,7 +9,6 @@ use twinfer_config::LogFormat;
 use twinfer_deploy::{
     LogStyle, Plan, PortProblem, UpError, UpOptions, random_key, reachable_router_url, up,
 };
-use twinfer_protocol::PEER_KEY_ENV;
 
 pub(crate) fn run(args: &UpArgs) -> Outcome {
     logging::start(args.log_format);
@@ -17,6 +16,7 @@ pub(crate) fn run(args: &UpArgs) -> Outcome {
     for warning in &plan.warnings {
         tracing::warn!("{warning}");
     }
+    let key = super::peer_key(args.peer_key_file.as_deref())?;
     let options = UpOptions {
         program: program()?,
         ready_timeout: Duration::from_secs_f64(args.ready_timeout),
@@ -24,11 +24,11 @@ pub(crate) fn run(args: &UpArgs) -> Outcome {
             LogFormat::Text => LogStyle::Text,
             LogFormat::Json => LogStyle::Json,
         },
-        peer_key: if has_peer_key() {
-            None
-        } else {
-            Some(random_key().map_err(Failure::failed)?)
-        },
+        peer_key: Some(match &key {
+            Some(key) => key.clone(),
+            None => random_key().map_err(Failure::failed)?,
+        }),
+        agent_key: key,
     };
     let runtime = runtime::single()?;
     runtime
@@ -110,10 +110,4 @@ pub(crate) fn failed_with(code: Code, error: &UpError, told: bool) -> Failure {
         }
         _ => Failure::new(code, error),
     }
-}
-
-/// The public proxies' variable does not count here: it may well hold a key for somebody else's service, which
-/// these processes should not send to each other.
-fn has_peer_key() -> bool {
-    std::env::var_os(PEER_KEY_ENV).is_some_and(|value| !value.is_empty())
 }

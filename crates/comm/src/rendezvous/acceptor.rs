@@ -1,9 +1,9 @@
 //! Takes connections and their first message, from many at a time: one that is slow, silent or a stranger delays
 //! nobody.
 
-use crate::channel::{Channel, ChannelError, Direction, FIRST_CAP, RANKS, body_length, hello};
+use crate::channel::{Channel, ChannelError, Direction, FIRST_CAP, body_length, hello};
 use crate::handshake::{
-    HELLO_LEN, Hello, HelloError, PROOF_LEN, PeerKey, Side, TAG_LEN, Transcript,
+    HELLO_LEN, Hello, HelloError, PROOF_LEN, PeerKey, Protocol, Side, TAG_LEN, Transcript,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::de::DeserializeOwned;
@@ -18,7 +18,8 @@ const SPARE: usize = 64;
 
 /// A listener and who has come to it.
 #[derive(Debug)]
-pub(crate) struct Acceptor {
+pub struct Acceptor {
+    protocol: &'static Protocol,
     listener: TcpListener,
     key: Option<PeerKey>,
     coming: Vec<Coming>,
@@ -30,15 +31,23 @@ pub(crate) struct Acceptor {
     clippy::large_enum_variant,
     reason = "few at a time, and only while a group starts"
 )]
-pub(crate) enum Event<T> {
+pub enum Event<T> {
     /// Somebody has proven the key and said this.
     Arrived {
+        /// The connection.
         channel: Channel<TcpStream>,
+        /// From where.
         from: SocketAddr,
+        /// What was said first.
         message: T,
     },
     /// Somebody was turned away.
-    Turned { from: SocketAddr, why: ChannelError },
+    Turned {
+        /// From where.
+        from: SocketAddr,
+        /// What it did.
+        why: ChannelError,
+    },
     /// A connection that is watched has closed, or said something out of turn.
     Gone(u32),
     /// The time is over.
@@ -66,13 +75,23 @@ enum State {
 }
 
 impl Acceptor {
-    pub(crate) fn new(listener: TcpListener, key: Option<PeerKey>, world: u32) -> io::Result<Self> {
+    /// Takes connections of `expected` peers and some strangers at a time.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn new(
+        protocol: &'static Protocol,
+        listener: TcpListener,
+        key: Option<PeerKey>,
+        expected: u32,
+    ) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         Ok(Self {
+            protocol,
             listener,
             key,
             coming: Vec::new(),
-            most: world as usize + SPARE,
+            most: expected as usize + SPARE,
         })
     }
 
@@ -80,7 +99,7 @@ impl Acceptor {
     ///
     /// # Errors
     /// What the system reports of the listener.
-    pub(crate) fn next<T: DeserializeOwned>(
+    pub fn next<T: DeserializeOwned>(
         &mut self,
         watched: &[(u32, &TcpStream)],
         until: Instant,
@@ -167,7 +186,7 @@ impl Acceptor {
                 _ => return Err(error),
             },
         };
-        let Ok(hello) = hello(Side::Listener, self.key.is_some()) else {
+        let Ok(hello) = hello(self.protocol, Side::Listener, self.key.is_some()) else {
             return Ok(());
         };
         stream.set_nonblocking(true)?;
@@ -235,7 +254,7 @@ impl Coming {
                     }
                     fits?;
                     self.state = State::Proof(Transcript {
-                        protocol: &RANKS,
+                        protocol: ours.protocol,
                         dialer,
                         listener,
                     });
@@ -245,7 +264,7 @@ impl Coming {
                         return Ok(false);
                     };
                     if let Err(error) = transcript.verify(key, Side::Dialer, proof) {
-                        self.stream.write_all(&RANKS.refusal())?;
+                        self.stream.write_all(&transcript.protocol.refusal())?;
                         return Err(error.into());
                     }
                     self.stream

@@ -3,7 +3,7 @@
 use super::acceptor::{Acceptor, Event};
 use super::table::{Table, Verdict};
 use super::{Answer, Join, RankInfo};
-use crate::channel::{Channel, ChannelError};
+use crate::channel::{Channel, ChannelError, RANKS};
 use crate::handshake::PeerKey;
 use crate::start::{StartError, pause};
 use crate::topology::Topology;
@@ -30,7 +30,8 @@ pub(crate) fn host(
         doing: "waiting for ranks",
         source,
     };
-    let mut acceptor = Acceptor::new(listener, key.cloned(), topology.world()).map_err(io)?;
+    let mut acceptor =
+        Acceptor::new(&RANKS, listener, key.cloned(), topology.world()).map_err(io)?;
     let mut table = Table::new(own, topology);
     let mut joined: Vec<(u32, Channel<TcpStream>)> = Vec::new();
     loop {
@@ -113,7 +114,7 @@ pub(crate) fn join(
                 .map_err(ChannelError::from)
                 .and_then(|stream| {
                     stream.set_nodelay(true)?;
-                    Channel::dial(stream, key, until)
+                    Channel::dial(&RANKS, stream, key, until)
                 }),
         };
         let why = match outcome {

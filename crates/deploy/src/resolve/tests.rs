@@ -70,6 +70,89 @@ fn a_plan_is_the_same_every_time_and_can_be_compared_line_by_line() {
     assert_eq!(changed.len(), 2, "{changed:?}");
 }
 
+/// An instance over two nodes; `rest` is said of it, too.
+fn spread(rest: &str) -> String {
+    format!(
+        "model: {{path: m, name: demo}}\nnodes:\n  - {{name: z_1, host: 10.0.0.1, rank-host: 10.1.0.1, cores: 0-7}}\n  - {{name: a, \
+         host: 10.0.0.2, rank-host: 10.1.0.2, agent: 8900, cores: 0-7}}\ninstances:\n  - {{name: m, role: both{rest}}}\n"
+    )
+}
+
+#[test]
+fn ranks_are_numbered_over_the_nodes_in_their_order() {
+    let plan = plan(&spread(", ranks: {a: 8, z_1: 8}"), 8).unwrap();
+    let [first, second] = &plan.instances[..] else {
+        panic!("{plan}");
+    };
+    assert_eq!((first.node.as_str(), second.node.as_str()), ("z_1", "a"));
+    let line = crate::shell_line(&first.command);
+    for expected in [
+        "--host 10.0.0.1 --port 8100",
+        "--dp 16 --data-parallel-size-local 8 --data-parallel-address 10.1.0.1 --data-parallel-rpc-port 8700",
+    ] {
+        assert!(line.contains(expected), "{line}");
+    }
+    assert!(!line.contains("headless"), "{line}");
+    let line = crate::shell_line(&second.command);
+    let expected = "--dp 16 --data-parallel-size-local 8 --data-parallel-address 10.1.0.1 --data-parallel-rpc-port 8700 \
+                    --headless --data-parallel-start-rank 8 --rank-host 10.1.0.2";
+    assert!(line.contains(expected), "{line}");
+    assert!(!line.contains("--port"), "{line}");
+    assert_eq!(second.name, "m@a");
+    // The router knows the one that answers HTTP.
+    let line = crate::shell_line(&plan.router.command);
+    assert!(line.contains("--worker http://10.0.0.1:8100"), "{line}");
+    assert_eq!(line.matches("--worker").count(), 1, "{line}");
+    let text = plan.to_string();
+    for expected in [
+        "agent      a at 10.0.0.2:8900",
+        "ranks    8 to 15 of 16, first node at 10.1.0.1:8700",
+    ] {
+        assert!(text.contains(expected), "{text}");
+    }
+}
+
+#[test]
+fn instances_over_the_same_nodes_meet_at_ports_of_their_own() {
+    let text = spread(
+        ", threads: 1, ranks: {a: 2, z_1: 2}}\n  - {name: n, role: both, threads: 1, ranks: {a: 1, z_1: 1}",
+    );
+    let plan = plan(&text, 8).unwrap();
+    let ports: BTreeSet<u16> = plan
+        .instances
+        .iter()
+        .filter_map(|instance| Some(instance.ranks.as_ref()?.rpc_port))
+        .collect();
+    assert_eq!(ports.len(), 2, "{plan}");
+}
+
+#[test]
+fn ranks_that_cannot_be_are_refused_with_what_can() {
+    for (rest, expected) in [
+        (", ranks: {a: 1, b: 1}", "allowed: z_1, a"),
+        (
+            ", ranks: {a: 0, z_1: 1}",
+            "at least 1 on each node, 64 together",
+        ),
+        (", ranks: {a: 64, z_1: 1}", "ranks are 65 on 2 nodes"),
+        (", ranks: {}", "at least 1 on each node"),
+        (", dp: 2, ranks: {a: 1, z_1: 1}", "dp is given beside ranks"),
+        (
+            ", node: a, ranks: {a: 1, z_1: 1}",
+            "node is given beside ranks",
+        ),
+        (
+            ", count: 2, ranks: {a: 1, z_1: 1}",
+            "ranks is given with a count of 2",
+        ),
+        (", ranks: {a: x}", "ranks.a is \"x\""),
+        (", headless: true", "it is said by `ranks`"),
+    ] {
+        let error = plan(&spread(rest), 8).unwrap_err();
+        assert!(error.contains(expected), "{rest}: {error}");
+    }
+}
+
 #[test]
 fn flags_are_passed_on_and_read_back() {
     let text = pair(

@@ -1,7 +1,6 @@
 //! KV handoff of a rank that is a process of its own: its own channel, its own leases, beside its engine. What it has to
 //! say goes to the engine by the inbox and to the front by the socket.
 
-use super::link::{LinkError, Writer};
 use super::messages::{FromRank, HandoffStats, Lease, News, Order, Start};
 use super::process::Inbox;
 use crate::ServeError;
@@ -20,6 +19,7 @@ use tokio::sync::{Notify, mpsc};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use twinfer_comm::stream::{LinkError, Writer};
 use twinfer_config::ServeConfig;
 use twinfer_engine::{Engine, Event, KvOutcome, RequestId};
 use twinfer_protocol::{ApiError, ErrorKind, Fingerprint, KvRelease};

@@ -1,7 +1,9 @@
 use crate::handoff::{ExporterStats, ImporterStats, ReleaseOutcome};
 use crate::{ExitClass, ServeError};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::fmt;
+use std::net::{IpAddr, SocketAddr};
 use twinfer_engine::exchange::{ExpertMoves, SentBytes};
 use twinfer_engine::phase::Phase;
 use twinfer_engine::{
@@ -129,6 +131,32 @@ pub(crate) struct TurnCounts {
     pub(crate) mixed: u64,
     /// No rows.
     pub(crate) dummy: u64,
+    /// What the last one did.
+    pub(crate) last: LastTurn,
+}
+
+/// What a step of a rank did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum LastTurn {
+    /// There was none.
+    #[default]
+    None,
+    Prefill,
+    Decode,
+    Mixed,
+    Dummy,
+}
+
+impl LastTurn {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Prefill => "prefill",
+            Self::Decode => "decode",
+            Self::Mixed => "mixed",
+            Self::Dummy => "dummy",
+        }
+    }
 }
 
 /// What the front tells a rank's process.
@@ -148,13 +176,77 @@ pub(crate) struct Start {
     /// Name of the instance.
     pub(crate) instance: String,
     pub(crate) epoch: Epoch,
-    /// The ranks' own key, drawn anew by every start.
-    pub(crate) key: [u8; 32],
+    /// What ranks prove to each other: on one node a key drawn anew by every start, else the peer key; none if there
+    /// is none, and all are on loopback.
+    pub(crate) key: Option<Vec<u8>>,
     /// Key of other instances.
     pub(crate) peer_key: Option<KeyText>,
     pub(crate) rank: u32,
-    pub(crate) ranks: u32,
+    /// Ranks of each node.
+    pub(crate) counts: Vec<u32>,
+    pub(crate) master_addr: String,
     pub(crate) master_port: u16,
+    /// This node's address on the network that ranks use.
+    pub(crate) listen: IpAddr,
+    /// Where the front is, if it is on another node.
+    pub(crate) front: Option<SocketAddr>,
+}
+
+/// First words of a connection from another node to the front.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Came {
+    /// One that has ranks.
+    Node(NodeCard),
+    /// A rank, of this incarnation of the instance.
+    Rank { rank: u32, epoch: Epoch },
+}
+
+/// What a node says of itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct NodeCard {
+    /// Its first rank.
+    pub(crate) start: u32,
+    pub(crate) ranks: u32,
+    pub(crate) version: String,
+    /// Flags that must be equal on all nodes, with their values as JSON.
+    pub(crate) flags: BTreeMap<String, String>,
+}
+
+/// What the front tells another node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum ToNode {
+    /// All nodes have come: its ranks are to be started.
+    Welcome {
+        instance: String,
+        epoch: Epoch,
+        counts: Vec<u32>,
+        master_port: u16,
+    },
+    /// It does not belong here; `config` if the user has to change something.
+    Refused { config: bool, message: String },
+    /// The front runs.
+    Beat,
+    /// The instance ends, as it was asked to.
+    Stop,
+    /// The instance cannot go on.
+    Failed(String),
+}
+
+/// What another node tells the front.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum FromNode {
+    /// It runs.
+    Beat,
+    /// A rank's process has ended, and how.
+    Ended {
+        rank: u32,
+        process: u32,
+        /// By a signal; else by itself.
+        signalled: bool,
+        how: String,
+    },
+    /// It could not start its ranks, or was told to end.
+    Failed(String),
 }
 
 /// What a rank's process tells the front.
@@ -218,13 +310,14 @@ impl Refusal {
 
 impl TurnCounts {
     pub(crate) fn count(&mut self, phase: Phase, rows: usize) {
-        let counter = match (rows, phase) {
-            (0, _) => &mut self.dummy,
-            (_, Phase::Prefill) => &mut self.prefill,
-            (_, Phase::Decode) => &mut self.decode,
-            (_, Phase::Mixed) => &mut self.mixed,
+        let (counter, last) = match (rows, phase) {
+            (0, _) => (&mut self.dummy, LastTurn::Dummy),
+            (_, Phase::Prefill) => (&mut self.prefill, LastTurn::Prefill),
+            (_, Phase::Decode) => (&mut self.decode, LastTurn::Decode),
+            (_, Phase::Mixed) => (&mut self.mixed, LastTurn::Mixed),
         };
         *counter += 1;
+        self.last = last;
     }
 
     /// By name.

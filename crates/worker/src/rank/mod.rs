@@ -9,9 +9,11 @@ mod balance;
 mod core;
 mod front;
 mod handoff;
-mod link;
+mod headless;
 mod messages;
+mod nodes;
 mod process;
+mod receipt;
 mod wake;
 
 pub(crate) use balance::{Balancer, RankView};
@@ -20,4 +22,5 @@ pub(crate) use front::{RankStart, start};
 pub(crate) use messages::{HandoffStats, Lease, News, Order, RankStats};
 
 pub use front::RankProgram;
+pub use headless::{HeadlessStop, serve_headless};
 pub use process::run_rank;

@@ -1,23 +1,26 @@
-//! A rank as a process of its own. Its standard input is the socket to the front.
+//! A rank as a process of its own. Its standard input is the socket to whoever started it: its front, or the process of
+//! its node that a front on another node leads; then it dials that front itself. The standard output of rank 0 is the
+//! listener of the rendezvous, which the front has kept from all others since it picked the port.
 
 use super::core::{Patience, RankCore};
 use super::handoff::{self, RankKv, Voice};
-use super::link::{LinkError, Reader, Writer, ends};
-use super::messages::{FromRank, News, Order, RankUp, Refusal, Start, ToRank};
+use super::messages::{Came, FromRank, News, Order, RankUp, Refusal, Start, ToRank};
+use super::nodes::call_front;
 use crate::load::{WarmRank, warm_up_rank};
 use crate::ranks::LOADING;
 use crate::settings::{Settings, phase_policy};
 use crate::{GroupExchange, LoadProgress, ServeError};
 use parking_lot::{Condvar, Mutex};
 use std::collections::VecDeque;
-use std::net::Ipv4Addr;
+use std::net::TcpListener;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::time::{Duration, Instant};
+use twinfer_comm::stream::{LinkError, Reader, Writer, ends};
 use twinfer_comm::{
-    Identity, JoinPlan, MAX_SPIN, Options, PeerKey, Placement, Topology, join, start_up_test,
+    Identity, JoinPlan, MAX_SPIN, Options, PeerKey, Placement, Topology, join_at, start_up_test,
 };
 use twinfer_config::ServeConfig;
 use twinfer_engine::RequestId;
@@ -28,6 +31,8 @@ use twinfer_protocol::{ApiError, ErrorKind, Fingerprint};
 const BEAT: Duration = Duration::from_millis(400);
 /// The front's first message is there, or will never be.
 const FIRST: Duration = Duration::from_secs(10);
+/// A front on another node is reached in this time.
+const CALL: Duration = Duration::from_secs(10);
 /// The ranks find each other in this time.
 const JOIN: Duration = Duration::from_secs(30);
 /// Progress is told no more often.
@@ -72,6 +77,20 @@ pub fn run_rank(begin: impl FnOnce(&ServeConfig)) -> Result<bool, ServeError> {
         serde_json::from_str(&start.config).map_err(|e| nobody(e.to_string()))?;
     begin(&config);
     let _span = tracing::info_span!("rank", rank = start.rank).entered();
+    // Who started it holds the other end: it is kept open for that one's sake.
+    let (starter, reader, writer) = match start.front {
+        None => (None, reader, writer),
+        Some(front) => {
+            let came = Came::Rank {
+                rank: start.rank,
+                epoch: start.epoch,
+            };
+            let key = start.key.as_deref().and_then(PeerKey::new);
+            let (answers, to_front) = call_front(front, key.as_ref(), &came, CALL)?;
+            (Some((reader, writer)), answers, to_front)
+        }
+    };
+    let _starter = starter;
     let writer = Arc::new(Mutex::new(writer));
     let run = || serve(&start, &config, reader, &writer);
     let outcome = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
@@ -205,10 +224,9 @@ fn tell(news: &mut Vec<News>, writer: &Mutex<Writer>) -> Result<(), LinkError> {
 /// Finds the other ranks and tries the ways to them.
 fn meet(start: &Start, config: &ServeConfig) -> Result<Arc<RankLink>, ServeError> {
     let wrong = |error: &dyn std::fmt::Display| ServeError::Config(error.to_string());
-    let topology = Topology::one_node(start.ranks).map_err(|e| wrong(&e))?;
-    let local = Ipv4Addr::LOCALHOST;
+    let topology = Topology::new(&start.counts).map_err(|e| wrong(&e))?;
     let placement =
-        Placement::planned(&topology, start.rank, &local.to_string(), start.master_port);
+        Placement::planned(&topology, start.rank, &start.master_addr, start.master_port);
     placement
         .check_environment(&topology, |name| std::env::var(name).ok())
         .map_err(|e| wrong(&e))?;
@@ -231,10 +249,10 @@ fn meet(start: &Start, config: &ServeConfig) -> Result<Arc<RankLink>, ServeError
         rank: start.rank,
         master_addr: placement.master_addr,
         master_port: placement.master_port,
-        listen: local.into(),
+        listen: start.listen,
         port: 0,
         advertise: None,
-        key: PeerKey::new(&start.key),
+        key: start.key.as_deref().and_then(PeerKey::new),
         share_memory: true,
         limit: JOIN,
         options,
@@ -243,7 +261,17 @@ fn meet(start: &Start, config: &ServeConfig) -> Result<Arc<RankLink>, ServeError
         what: "meet the other ranks",
         source: std::io::Error::other(message),
     };
-    let mut group = join(&plan).map_err(|e| lost(e.to_string()))?.group;
+    let rendezvous = match start.rank {
+        0 => {
+            let listener = std::io::stdout().as_fd().try_clone_to_owned();
+            Some(TcpListener::from(
+                listener.map_err(|e| lost(e.to_string()))?,
+            ))
+        }
+        _ => None,
+    };
+    let joined = join_at(&plan, rendezvous).map_err(|e| lost(e.to_string()))?;
+    let mut group = joined.group;
     start_up_test(&mut group, start.epoch).map_err(|e| lost(e.to_string()))?;
     let exchange = GroupExchange::new(group, options.patience, LOADING);
     Ok(Arc::new(RankLink::new(Box::new(exchange))))
