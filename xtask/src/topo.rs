@@ -24,7 +24,7 @@ const KEY: [(&str, &str); 1] = [("TWINFER_PEER_KEY", "key-of-this-topology")];
 /// Which one.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// `ep16`: two nodes by eight ranks.
+    /// `ep16`: two nodes by eight ranks; `hybrid32`: four nodes by eight ranks.
     #[arg(value_enum)]
     name: Name,
 }
@@ -32,18 +32,21 @@ pub(crate) struct Args {
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Name {
     Ep16,
+    Hybrid32,
 }
 
 impl Name {
     fn nodes(self) -> usize {
         match self {
             Self::Ep16 => 2,
+            Self::Hybrid32 => 4,
         }
     }
 
     fn file(self) -> PathBuf {
         let folder = match self {
             Self::Ep16 => "seed-000-ep16",
+            Self::Hybrid32 => "seed-004-hybrid",
         };
         repository()
             .join("examples")
