@@ -429,14 +429,25 @@ where
         let cut = |part: usize| count * row_lines * part / (turns * PARTS);
         let (from, to) = (cut(turn * PARTS + part), cut(turn * PARTS + part + 1));
         let (mut place, mut line) = (from / row_lines, from % row_lines);
-        for _ in from..to {
+        let mut left = to - from;
+        while left > 0 {
+            let count = left.min(row_lines - line);
             let row = self.rows_at[rows][place].cast::<u8>();
-            // SAFETY: a prefetch of any address is harmless.
-            unsafe { D::S::prefetch_far(row.wrapping_add(line * LINE)) };
-            line += 1;
-            if line == row_lines {
-                (place, line) = (place + 1, 0);
+            let mut at = row.wrapping_add(line * LINE);
+            // Four at a time: with a test for each line, asking cost as much as computing scores.
+            for _ in 0..count / 4 {
+                for next in 0..4 {
+                    // SAFETY: a prefetch of any address is harmless.
+                    unsafe { D::S::prefetch_far(at.wrapping_add(next * LINE)) };
+                }
+                at = at.wrapping_add(4 * LINE);
             }
+            for next in 0..count % 4 {
+                // SAFETY: as above.
+                unsafe { D::S::prefetch_far(at.wrapping_add(next * LINE)) };
+            }
+            left -= count;
+            (place, line) = (place + 1, 0);
         }
     }
 
