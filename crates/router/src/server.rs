@@ -136,7 +136,19 @@ impl Server {
         };
         let response = match self.checked(route, request).await {
             Ok(response) => response,
-            Err(error) => return self.refuse(route.path(), &error),
+            Err(error) => {
+                if self.access_log && !route.is_open() {
+                    let (status, code) = (error.kind.status(), error.kind.code());
+                    tracing::info!(
+                        path = route.path(),
+                        status,
+                        code,
+                        outcome = "refused",
+                        "access"
+                    );
+                }
+                return self.refuse(route.path(), &error);
+            }
         };
         self.shared
             .metrics

@@ -132,11 +132,15 @@ impl Exchange {
         id: RequestId,
         ask: Ask,
         permit: Permit,
-        access: Access,
+        mut access: Access,
     ) -> Response<RouterBody> {
         let table = shared.registry.table();
         let Some(pools) = table.models.get(&ask.model) else {
-            return Refusal::Own(shared.registry.unknown_model(&ask.model)).into_response();
+            let error = shared.registry.unknown_model(&ask.model);
+            let response = Refusal::Own(error).into_response();
+            access.answered(response.status());
+            access.over(&id, None, "", Decision::None.as_str(), Outcome::Error);
+            return response;
         };
         let (way, decision) = shared.way(&ask, pools);
         let spare = shared.spare(&ask, pools, way);

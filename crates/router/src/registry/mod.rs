@@ -330,6 +330,12 @@ impl Registry {
             self.metrics.forget_instance(&instance.spec);
         }
         self.picker.lock().forget(instance.id);
+        let mut told = self.rebuilding.lock();
+        let other =
+            |pair: &(InstanceId, InstanceId)| pair.0 != instance.id && pair.1 != instance.id;
+        told.pairs.retain(other);
+        told.apart.retain(|pair, _| other(pair));
+        drop(told);
         self.rebuild();
     }
 
