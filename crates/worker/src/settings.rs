@@ -168,10 +168,7 @@ fn nodes(config: &ServeConfig) -> Result<(), ServeError> {
     };
     let here = config.ranks_here();
     if !(1..=config.dp).contains(&here) {
-        let allowed = format!(
-            "1 to {} are allowed, the number of all ranks (dp)",
-            config.dp
-        );
+        let allowed = format!("at most {}, the number of all ranks (dp)", config.dp);
         return bad("data-parallel-size-local", &here, allowed);
     }
     let start = config.data_parallel_start_rank;

@@ -132,7 +132,7 @@ fn wrong_arguments_and_files_have_their_exit_codes_and_are_named() {
         (
             &["generate", model, "--prompts", "-", "--block-size", "0"],
             2,
-            "0 is not in 1..=4096",
+            "whole numbers from 1 to 4096",
         ),
         (&["router", "--worker", "localhost:1"], 64, "localhost:1"),
         (

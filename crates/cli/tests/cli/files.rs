@@ -134,10 +134,9 @@ fn a_wrong_file_exits_64_and_shows_every_mistake_with_its_line() {
         stderr(&output)
     };
     let shape = plan(
-        "model: {path: m}\nengine: vllm\ninstances: [{name: a, role: both, kv_port: abc, block-size: 0, drain-settle: -1, prot: 1}]\n",
+        "model: {path: m}\nname: n\ninstances: [{name: a, role: both, kv_port: abc, block-size: 0, drain-settle: -1, prot: 1}]\n",
     );
     for expected in [
-        "deploy.yaml:2:9: engine is \"vllm\"",
         "deploy.yaml:3:44: instances[0].kv-port is \"abc\"",
         "instances[0].block-size is 0",
         "an integer from 1 to 4096",
@@ -148,6 +147,9 @@ fn a_wrong_file_exits_64_and_shows_every_mistake_with_its_line() {
     ] {
         assert!(shape.contains(expected), "no {expected:?} in\n{shape}");
     }
+    let engine = plan("model: {path: m}\nengine: vlm\ninstances: [{name: a, role: both}]\n");
+    let expected = "deploy.yaml:2:9: engine \"vlm\" is no template; allowed: native, vllm, ";
+    assert!(engine.contains(expected), "no {expected:?} in\n{engine}");
     let together = plan(
         "model: {path: /nowhere}\nnodes: [{name: n, share-cores: true}]\ninstances:\n  - {name: a, role: both, port: 9000, kv-cache-memory: zzz}\n  - {name: b, \
          role: both, port: 9000}\n",

@@ -2,7 +2,7 @@
 
 use crate::diagnostic::{Diagnostic, Diagnostics};
 use crate::engines::file::{EngineFile, schema};
-use crate::engines::template::{Template, TemplateError, deep_merge};
+use crate::engines::template::{Template, deep_merge};
 use crate::load::{LoadError, at_value, read_text};
 use crate::schema::{Checker, is_secret};
 use crate::source::{Entry, Node, Step, canonical, parse, steps};
@@ -33,15 +33,16 @@ pub struct EngineDeployment {
 /// The file cannot be read.
 pub fn engine_of(path: &Path) -> Result<Option<String>, LoadError> {
     let text = read_text(path)?;
-    let engine = parse(&text)
-        .ok()
-        .and_then(|root| match &root.get("engine")?.node.value {
-            crate::source::Value::Scalar(Value::String(name)) if name != "native" => {
-                Some(name.clone())
-            }
-            _ => None,
-        });
-    Ok(engine)
+    let engine = parse(&text).ok();
+    let engine = engine.as_ref().and_then(engine_in).map(str::to_owned);
+    Ok(engine.filter(|engine| engine != "native"))
+}
+
+fn engine_in(root: &Node) -> Option<&str> {
+    match &root.get("engine")?.node.value {
+        crate::source::Value::Scalar(Value::String(name)) => Some(name),
+        _ => None,
+    }
 }
 
 impl EngineDeployment {
@@ -76,6 +77,16 @@ impl EngineDeployment {
     ) -> Result<Self, Diagnostics> {
         let fail = |found| Diagnostics::new(name, text, found);
         let root = parse(text).map_err(|diagnostic| fail(vec![diagnostic]))?;
+        let template = |engine: &str| {
+            Template::load(engine, folder).map_err(|error| {
+                let wrong = at_value(&root, steps!["engine"], error.to_string(), None);
+                fail(vec![wrong])
+            })
+        };
+        // First, because what the file must say of an unknown engine is not known either.
+        if let Some(engine) = engine_in(&root) {
+            template(engine)?;
+        }
         let mut checker = Checker {
             unknown: &unknown_reason,
             value: &|_, _| None,
@@ -92,21 +103,7 @@ impl EngineDeployment {
         }
         let file = serde_json::from_value::<EngineFile>(json)
             .map_err(|error| fail(vec![at_value(&root, &[], error.to_string(), None)]))?;
-        let template = Template::load(&file.engine, folder).map_err(|error| {
-            let help = match &error {
-                TemplateError::Unknown { .. } => Some(format!(
-                    "allowed: native, {}, or a template file",
-                    crate::engines::template::built_in_names().join(", ")
-                )),
-                _ => None,
-            };
-            fail(vec![at_value(
-                &root,
-                steps!["engine"],
-                error.to_string(),
-                help,
-            )])
-        })?;
+        let template = template(&file.engine)?;
         let (model, model_json) = model_of(&file, folder).map_err(|message| {
             fail(vec![at_value(
                 &root,
