@@ -28,6 +28,8 @@ pub fn enter_namespaces() -> io::Result<()> {
     if std::env::var_os(INSIDE).is_some() {
         return Ok(());
     }
+    // Built before anything waits for what it starts, and where a build finds the network.
+    binary();
     let mut command = Command::new("unshare");
     command.args(["--net", "--mount"]);
     if !rustix::process::geteuid().is_root() {

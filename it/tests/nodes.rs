@@ -151,6 +151,8 @@ async fn a_rank_of_another_node_that_is_lost_is_named_everywhere_and_in_the_rece
         assert!(!std::path::Path::new(&format!("/proc/{lost}")).exists());
         let files: Vec<_> = receipts.path().read_dir().expect("it").flatten().collect();
         assert_eq!(files.len(), 1, "{files:?}");
+        let metadata = files[0].metadata().expect("it is there");
+        assert_eq!(metadata.permissions().mode() & 0o777, 0o600);
         let receipt = std::fs::read(files[0].path()).expect("a receipt");
         let receipt: Value = serde_json::from_slice(&receipt).expect("JSON");
         assert_eq!((&receipt["rank"], &receipt["node"]), (&json!(3), &json!(1)));

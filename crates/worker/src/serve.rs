@@ -31,6 +31,8 @@ use twinfer_text::{ChatTemplate, Tokenizer};
 const FAREWELL: Duration = Duration::from_secs(2);
 /// The engine thread gets this long to end its step.
 const ENGINE_STOP: Duration = Duration::from_secs(3);
+/// After a failure the front of ranks gets this long, beyond what clients get, to write its receipt and end its ranks.
+const RECEIPT: Duration = Duration::from_secs(1);
 /// Other tasks get this long to end.
 const TASKS_STOP: Duration = Duration::from_secs(2);
 
@@ -589,8 +591,13 @@ pub(crate) async fn kv_listener(
 async fn end(app: &Arc<App>, stop: CancellationToken, failed: bool) {
     stop.cancel();
     app.tasks.close();
-    if let Some(instance) = app.loaded().cloned().filter(|_| !failed) {
-        let stopped = tokio::task::spawn_blocking(move || instance.engine.stop(ENGINE_STOP)).await;
+    let limit = match failed {
+        false => Some(ENGINE_STOP),
+        // The thread of an engine may be stuck in its step; that of ranks is not.
+        true => (app.config.dp > 1).then_some(RECEIPT),
+    };
+    if let (Some(instance), Some(limit)) = (app.loaded().cloned(), limit) {
+        let stopped = tokio::task::spawn_blocking(move || instance.engine.stop(limit)).await;
         if !matches!(stopped, Ok(true)) {
             tracing::warn!("the engine thread did not end in time");
         }

@@ -2,6 +2,7 @@
 
 use super::messages::RankStats;
 use serde::Serialize;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 use twinfer_protocol::{Epoch, Fingerprint};
@@ -84,8 +85,10 @@ impl Receipts {
             .map(|c| if inside(c) { c } else { '_' })
             .collect();
         let path = folder.join(format!("rank-failure-{name}-{}.json", self.epoch));
-        let part = path.with_extension("part");
-        std::fs::write(&part, format!("{text}\n"))?;
-        std::fs::rename(&part, &path)
+        // Whoever looks into the folder finds it whole or not at all; only its owner may read it.
+        let mut file = tempfile::NamedTempFile::new_in(folder)?;
+        file.write_all(format!("{text}\n").as_bytes())?;
+        file.persist(&path).map_err(|error| error.error)?;
+        Ok(())
     }
 }
