@@ -294,6 +294,14 @@ pub enum ExecError {
     /// The ranks of the instance cannot go on together.
     #[error("ranks: {0}")]
     Ranks(String),
+    /// Another rank is the reason for it.
+    #[error("ranks: {message}")]
+    RankLost {
+        /// The rank at fault.
+        rank: u32,
+        /// Which rank, what became of it, and where.
+        message: String,
+    },
     /// An earlier step failed: what the blocks contain is unknown.
     #[error("an earlier step failed")]
     AfterFailure,

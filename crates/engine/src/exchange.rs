@@ -81,6 +81,8 @@ pub trait Exchange: Send {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct ExchangeError {
+    /// The rank at fault.
+    pub rank: u32,
     /// Which rank, what became of it, and where.
     pub message: String,
 }
@@ -248,6 +250,9 @@ impl fmt::Debug for RankLink {
 
 impl From<ExchangeError> for ExecError {
     fn from(error: ExchangeError) -> Self {
-        Self::Ranks(error.message)
+        Self::RankLost {
+            rank: error.rank,
+            message: error.message,
+        }
     }
 }

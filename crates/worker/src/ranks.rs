@@ -147,6 +147,7 @@ impl Exchange for GroupExchange {
 
 fn told(error: &CommError) -> ExchangeError {
     ExchangeError {
+        rank: error.rank(),
         message: error.to_string(),
     }
 }

@@ -312,7 +312,7 @@ fn await_start(rank: u32, mut reader: Reader, sender: &Starts) {
                 return;
             }
             Ok(FromRank::Refused(refusal)) => Starting::Ended(refusal.into_error(rank)),
-            Ok(FromRank::Failed(error)) => Starting::Lost(error.message),
+            Ok(FromRank::Failed { error, .. }) => Starting::Lost(error.message),
             Err(error) => Starting::Lost(error.to_string()),
         };
         let over = !matches!(message, Starting::Loading(_));
@@ -323,11 +323,15 @@ fn await_start(rank: u32, mut reader: Reader, sender: &Starts) {
 }
 
 /// Passes on what a rank says, until it says nothing more.
-fn hear(rank: u32, mut reader: Reader, shared: &Shared, ear: &Ear) {
+fn hear((rank, ranks): (u32, u32), mut reader: Reader, shared: &Shared, ear: &Ear) {
+    let mut lost = rank;
     let why = loop {
         match reader.next(Some(SILENT)) {
             Ok(FromRank::News(news)) => shared.push(Command::Heard { rank, news }),
-            Ok(FromRank::Failed(error)) => break error.message,
+            Ok(FromRank::Failed { error, at_fault }) => {
+                lost = at_fault.filter(|other| *other < ranks).unwrap_or(rank);
+                break error.message;
+            }
             Ok(FromRank::Beat | FromRank::Loading { .. }) => {}
             Ok(FromRank::Up(_) | FromRank::Refused(_)) => break LinkError::Message.to_string(),
             Err(error) => {
@@ -338,7 +342,7 @@ fn hear(rank: u32, mut reader: Reader, shared: &Shared, ear: &Ear) {
             }
         }
     };
-    shared.push(Command::Lost { rank, why });
+    shared.push(Command::Lost { rank: lost, why });
 }
 
 impl Fleet {
@@ -453,12 +457,13 @@ impl Fleet {
 
     fn serve(&mut self, shared: &Arc<Shared>, desks: &mut [Desk]) -> Result<(), ApiError> {
         self.nodes.serve(shared);
-        for (rank, reader) in (0_u32..).zip(std::mem::take(&mut self.readers)) {
+        let ranks = rank_count(self);
+        for (rank, reader) in (0..ranks).zip(std::mem::take(&mut self.readers)) {
             let shared = Arc::clone(shared);
             let ear = Arc::clone(self.nodes.ear());
             std::thread::Builder::new()
                 .name(format!("rank-{rank}"))
-                .spawn(move || hear(rank, reader, &shared, &ear))
+                .spawn(move || hear((rank, ranks), reader, &shared, &ear))
                 .map_err(|error| internal(format!("cannot start a thread: {error}")))?;
         }
         let mut wake = GroupWake::default();

@@ -218,21 +218,11 @@ fn watch(
                 return Err(failed(format!("the front at {front}: {error}")));
             }
             Ok(Heard::Ended(rank)) => {
-                let seat = here.0.get_mut(rank.saturating_sub(start) as usize);
-                let process = seat.as_ref().and_then(|seat| seat.process());
-                let process = process.unwrap_or_default();
-                let how = seat.and_then(|seat| seat.ended(TICK));
-                let signalled = how.is_some_and(|status| status.signal().is_some());
-                let how = how.map_or_else(|| "has ended".to_owned(), describe);
-                let told = FromNode::Ended {
-                    rank,
-                    process,
-                    signalled,
-                    how: how.clone(),
-                };
                 // A rank that says why it ends says so to the front first; what that one makes of it is told here.
-                let _ = writer.send(&told);
-                let told = verdict(inbox, rank, &how);
+                let how = report(&mut writer, here, start, rank);
+                let told = verdict(inbox, (rank, &how), |other| {
+                    report(&mut writer, here, start, other);
+                });
                 if told.is_ok() {
                     end_all(&mut here.0, STOP);
                 }
@@ -242,8 +232,31 @@ fn watch(
     }
 }
 
-/// What the front says of the end of a rank, if it says so soon; else how it ended.
-fn verdict(inbox: &mpsc::Receiver<Heard>, rank: u32, how: &str) -> Result<(), ServeError> {
+/// Tells the front that a rank has ended, and returns how.
+fn report(writer: &mut Writer, here: &mut Here, start: u32, rank: u32) -> String {
+    let seat = here.0.get_mut(rank.saturating_sub(start) as usize);
+    let process = seat.as_ref().and_then(|seat| seat.process());
+    let how = seat.and_then(|seat| seat.ended(TICK));
+    let signalled = how.is_some_and(|status| status.signal().is_some());
+    let how = how.map_or_else(|| "has ended".to_owned(), describe);
+    let told = FromNode::Ended {
+        rank,
+        process: process.unwrap_or_default(),
+        signalled,
+        how: how.clone(),
+    };
+    // Its reader notices when it is gone.
+    let _ = writer.send(&told);
+    how
+}
+
+/// What the front says of the end of a rank, if it says so soon; else how it ended. The ends of others are passed on: the
+/// first one that is seen need not be the one at fault.
+fn verdict(
+    inbox: &mpsc::Receiver<Heard>,
+    (rank, how): (u32, &str),
+    mut pass_on: impl FnMut(u32),
+) -> Result<(), ServeError> {
     let until = Instant::now() + Duration::from_secs(1);
     while let Ok(heard) = inbox.recv_timeout(until.saturating_duration_since(Instant::now())) {
         match heard {
@@ -253,7 +266,8 @@ fn verdict(inbox: &mpsc::Receiver<Heard>, rank: u32, how: &str) -> Result<(), Se
                 return Err(refused(config, message));
             }
             Heard::Front(Err(_)) => break,
-            Heard::Front(Ok(_)) | Heard::Ended(_) => {}
+            Heard::Ended(other) => pass_on(other),
+            Heard::Front(Ok(_)) => {}
         }
     }
     Err(failed(format!("rank {rank} {how}")))

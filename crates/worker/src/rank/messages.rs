@@ -262,8 +262,11 @@ pub(crate) enum FromRank {
     News(Vec<News>),
     /// It runs.
     Beat,
-    /// It cannot go on.
-    Failed(ApiError),
+    /// It cannot go on, because of another rank if one is named.
+    Failed {
+        error: ApiError,
+        at_fault: Option<u32>,
+    },
 }
 
 /// What is known of a rank that is ready.

@@ -23,8 +23,8 @@ use twinfer_comm::{
     Identity, JoinPlan, MAX_SPIN, Options, PeerKey, Placement, Topology, join_at, start_up_test,
 };
 use twinfer_config::ServeConfig;
-use twinfer_engine::RequestId;
 use twinfer_engine::exchange::RankLink;
+use twinfer_engine::{ExecError, RequestId};
 use twinfer_protocol::{ApiError, ErrorKind, Fingerprint};
 
 /// How often a rank says that it runs.
@@ -95,12 +95,22 @@ pub fn run_rank(begin: impl FnOnce(&ServeConfig)) -> Result<bool, ServeError> {
     let run = || serve(&start, &config, reader, &writer);
     let outcome = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|panic| {
         let why = crate::engine::panic_text(panic.as_ref()).to_owned();
-        Err(End::Failed(internal(format!("it panicked: {why}"))))
+        Err(internal(format!("it panicked: {why}")).into())
     });
     let message = match outcome {
         Ok(()) => return Ok(true),
         Err(End::Refused(error)) => FromRank::Refused(Refusal::of(&error)),
-        Err(End::Failed(error)) => FromRank::Failed(error),
+        Err(End::Failed(error)) => FromRank::Failed {
+            error,
+            at_fault: None,
+        },
+        Err(End::Step(error)) => FromRank::Failed {
+            at_fault: match &error {
+                ExecError::RankLost { rank, .. } => Some(*rank),
+                _ => None,
+            },
+            error: internal(error.to_string()),
+        },
     };
     // Without a front nobody wants to know.
     let _ = writer.lock().send(&message);
@@ -111,6 +121,13 @@ pub fn run_rank(begin: impl FnOnce(&ServeConfig)) -> Result<bool, ServeError> {
 enum End {
     Refused(ServeError),
     Failed(ApiError),
+    Step(ExecError),
+}
+
+impl From<ApiError> for End {
+    fn from(error: ApiError) -> Self {
+        Self::Failed(error)
+    }
 }
 
 impl From<ServeError> for End {
@@ -197,9 +214,7 @@ fn serve(
                 return Ok(());
             }
             Patience::Wait => {}
-            Patience::Step => core
-                .step(&mut news)
-                .map_err(|error| End::Failed(internal(error.to_string())))?,
+            Patience::Step => core.step(&mut news).map_err(End::Step)?,
         }
         core.publish(&mut news);
         news.retain(|news| own.hear(news));
