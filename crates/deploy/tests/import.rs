@@ -179,7 +179,7 @@ python launch_online_dp.py --dp-size 32 --tp-size 1 --dp-size-local 16 --dp-rank
 #[test]
 fn a_docker_run_becomes_the_container() {
     let text = "\
-export IMAGE=quay.io/ascend/vllm-ascend:v0.20.2rc1
+export IMAGE=registry.example/ascend/vllm-ascend:v0.20.2rc1
 docker run --rm \\
 --name vllm-ascend \\
 --net=host --shm-size=1g --device /dev/davinci0 --device /dev/davinci_manager \\
@@ -194,7 +194,7 @@ vllm serve /models/m --port 8000
         "docker run --cpuset-cpus 0-7"
     );
     for part in [
-        "quay.io/ascend/vllm-ascend:v0.20.2rc1",
+        "registry.example/ascend/vllm-ascend:v0.20.2rc1",
         "network: host",
         "shm: 1g",
         "/etc/hccn.conf:/etc/hccn.conf",

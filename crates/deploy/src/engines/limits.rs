@@ -1,7 +1,7 @@
 //! What the settings together permit: limits of each pair, memory of each device.
 
 use crate::engines::load::EngineDeployment;
-use crate::engines::memory::{self, DeviceMemory, Spread};
+use crate::engines::memory::{self, DeviceMemory, Spread, Weights};
 use crate::engines::plan::{EngineInstancePlan, EnginePlan, Pair, Process};
 use twinfer_protocol::Role;
 
@@ -90,6 +90,8 @@ pub(crate) fn memory(deployment: &EngineDeployment, plan: &EnginePlan) -> Vec<De
     let Some(model) = &deployment.model else {
         return Vec::new();
     };
+    // Counted once: a model has thousands of tensors, and a plan a thousand instances.
+    let weights = [false, true].map(|drafts| Weights::of(model, drafts));
     let mut list = Vec::new();
     for instance in &plan.instances {
         let Some(process) = plan.processes_of(&instance.name).next() else {
@@ -118,6 +120,7 @@ pub(crate) fn memory(deployment: &EngineDeployment, plan: &EnginePlan) -> Vec<De
         list.push(memory::of(
             &instance.name,
             model,
+            &weights[usize::from(process.drafts() > 0)],
             &Spread {
                 dp: instance.dp,
                 tp: instance.tp,

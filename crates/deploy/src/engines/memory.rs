@@ -69,27 +69,56 @@ impl fmt::Display for DeviceMemory {
     }
 }
 
-/// Memory of a device, in GiB.
-pub(crate) fn of(instance: &str, model: &ModelConfig, spread: &Spread) -> DeviceMemory {
-    let tp = f64::from(spread.tp);
-    // Experts are spread over `ep` devices whole, or over `tp` in slices.
-    let expert_share = f64::from(spread.ep.unwrap_or(spread.tp));
-    let mut weights = 0.0;
-    for tensor in &model.tensors(spread.drafts > 0).tensors {
-        let bytes = match tensor.kind {
-            TensorKind::Linear => spread.weight_bytes,
-            _ => 2.0,
-        };
-        let share = if expert_of(&tensor.name).is_some() {
-            expert_share
-        } else {
-            match tensor.kind {
-                TensorKind::Linear | TensorKind::Embedding => tp,
-                _ => 1.0,
-            }
-        };
-        weights += tensor.len() as f64 * bytes / share;
+/// Numbers of weights of a model, by how they are spread.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Weights {
+    /// Of experts: in linear layers, in all else.
+    experts: [f64; 2],
+    /// Of linear layers, embeddings, and all else, which each device has whole.
+    linear: f64,
+    embeddings: f64,
+    whole: f64,
+}
+
+impl Weights {
+    /// Counts those of `model`, with its draft layers if `drafts`.
+    pub(crate) fn of(model: &ModelConfig, drafts: bool) -> Self {
+        let mut weights = Self::default();
+        for tensor in &model.tensors(drafts).tensors {
+            let linear = tensor.kind == TensorKind::Linear;
+            let place = match tensor.kind {
+                _ if expert_of(&tensor.name).is_some() => {
+                    &mut weights.experts[usize::from(!linear)]
+                }
+                TensorKind::Linear => &mut weights.linear,
+                TensorKind::Embedding => &mut weights.embeddings,
+                _ => &mut weights.whole,
+            };
+            *place += tensor.len() as f64;
+        }
+        weights
     }
+
+    /// Bytes of a device.
+    fn bytes(&self, spread: &Spread) -> f64 {
+        let tp = f64::from(spread.tp);
+        // Experts are spread over `ep` devices whole, or over `tp` in slices.
+        let experts = f64::from(spread.ep.unwrap_or(spread.tp));
+        (self.experts[0] * spread.weight_bytes + self.experts[1] * 2.0) / experts
+            + (self.linear * spread.weight_bytes + self.embeddings * 2.0) / tp
+            + self.whole * 2.0
+    }
+}
+
+/// Memory of a device, in GiB.
+pub(crate) fn of(
+    instance: &str,
+    model: &ModelConfig,
+    weights: &Weights,
+    spread: &Spread,
+) -> DeviceMemory {
+    let tp = f64::from(spread.tp);
+    let weights = weights.bytes(spread);
     let hidden = model.hidden_size as f64;
     let tokens = spread.max_num_batched_tokens as f64;
     let rows = (spread.max_num_seqs * (1 + spread.drafts)) as f64;
