@@ -203,6 +203,8 @@ pub(crate) fn rank(args: &RankArgs) -> Result<()> {
             .collect(),
         params: SamplingParams {
             ignore_eos: true,
+            // The tokenizer has only these.
+            allowed_token_ids: Some((0..256).collect()),
             ..SamplingParams::greedy(OUTPUT)
         },
         kv: KvSource::Compute,
@@ -211,7 +213,18 @@ pub(crate) fn rank(args: &RankArgs) -> Result<()> {
         leader: None,
         resumed: 0,
     });
-    generate_together(&mut engine, requests.collect(), SEQUENCES as usize, |_| {})?;
+    let generated = generate_together(&mut engine, requests.collect(), SEQUENCES as usize, |_| {})?;
+    if let Some(short) = generated
+        .iter()
+        .find(|one| one.tokens.len() != OUTPUT as usize)
+    {
+        bail!(
+            "request {} ended with {} of {OUTPUT} tokens: {:?}",
+            short.id.0,
+            short.tokens.len(),
+            short.finish
+        );
+    }
     let link = engine.link();
     let planned = Planned {
         weights,

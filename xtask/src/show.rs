@@ -118,7 +118,8 @@ const RANKS: &[Line] = &[
     Line {
         about: "cases and soak",
         run: || {
-            missing("the cases are not assigned to tests, and there is no soak of served ranks")
+            cases::run("ranks")?;
+            chore(&["soak", "--ranks", "4", "--http", "--seconds", "600"])
         },
     },
 ];
