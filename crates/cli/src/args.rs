@@ -129,7 +129,7 @@ Examples:
 Exit code 0 when a cause was found, 1 when none is known.")]
     Diagnose(DiagnoseArgs),
 
-    /// Start a deployment on this machine, supervise it, stop it with Ctrl-C.
+    /// Start a deployment, here and on nodes with an agent, supervise it, stop it with Ctrl-C.
     #[command(after_help = "\
 Examples:
   twinfer up deploy.yaml
