@@ -229,7 +229,7 @@ async fn play(state: &State, write: &mut OwnedWriteHalf, plan: Plan) -> io::Resu
                 port,
                 transfer_id,
             } => loop {
-                // What comes too early finds nothing: ask again, as the engine's connector does.
+                // What comes too early finds nothing: ask again until the client leaves, as the engine's connector does.
                 if let Ok(200) = pull(&host, port, &transfer_id).await {
                     break;
                 }
